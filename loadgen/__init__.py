@@ -1,0 +1,1 @@
+"""Experiments: simulated replicas, workloads, the demo."""
