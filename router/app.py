@@ -1,0 +1,269 @@
+"""The application: every route is declared here; the hot ones are served by the relay.
+
+FastAPI gives the routes, their documentation and the control plane. A request to a hot route does
+not pass through it: `HotPath` looks the path up and calls the relay, which is the same ASGI
+application that FastAPI would have called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cache_index.types import SourceSpec, SourceStatus
+from router.config import Settings
+from router.errors import InvalidRequest, RequestError
+from router.health import Prober
+from router.identify import Identifier, load_tokenizers
+from router.load import FleetLoad
+from router.metrics import FleetCollector, Metrics
+from router.placement import Placer, PrefixIndex
+from router.policy import POLICIES
+from router.prompt import CHAT_PATH, COMPLETIONS_PATH
+from router.relay import Relay
+from router.replicas import Fleet, Replica
+
+logger = logging.getLogger("kvroute")
+
+HOT_PATHS = (CHAT_PATH, COMPLETIONS_PATH)
+
+
+class Index(PrefixIndex, Protocol):
+    """What the gateway needs of the index; `CacheIndex` is it."""
+
+    @property
+    def available(self) -> bool:
+        """Whether matches are being answered."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to follow the sources."""
+        ...
+
+    async def close(self) -> None:
+        """End everything that was started."""
+        ...
+
+    def set_sources(self, specs: Collection[SourceSpec]) -> None:
+        """Declare the publishers to follow."""
+        ...
+
+    def sources(self) -> Sequence[SourceStatus]:
+        """Trust and progress of each source."""
+        ...
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The parts of one running gateway."""
+
+    settings: Settings
+    registry: CollectorRegistry
+    fleet: Fleet
+    load: FleetLoad
+    index: Index
+    identifier: Identifier
+    prober: Prober
+    relay: Relay
+    draining: bool = False
+
+    @classmethod
+    def build(cls, settings: Settings, index: Index | None = None) -> Gateway:
+        """Wire the parts together; nothing is started. Raises ConfigError."""
+        registry = CollectorRegistry()
+        fleet = Fleet(Replica.from_config(each, settings) for each in settings.replicas)
+        load = FleetLoad(settings.prefill_tokens_per_s, time.monotonic)
+        if index is None:
+            from cache_index.service import CacheIndex
+
+            index = CacheIndex(
+                redis_url=settings.redis_url,
+                base_unit_tokens=settings.base_unit_tokens,
+                registry=registry,
+            )
+        metrics = Metrics(registry)
+        registry.register(FleetCollector(fleet, load))
+        placer = Placer(
+            index,
+            load,
+            POLICIES[settings.policy],
+            base_unit_tokens=settings.base_unit_tokens,
+            running_cost_s=settings.running_cost_s,
+            random=Random(),
+        )
+        identifier = Identifier(
+            load_tokenizers(settings), metrics, timeout_s=settings.render_timeout_s
+        )
+        prober = Prober(fleet, settings, lambda: index.set_sources(fleet.source_specs()))
+        relay = Relay(settings, fleet, load, placer, identifier, metrics)
+        return cls(settings, registry, fleet, load, index, identifier, prober, relay)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start what runs in the background, and end it whatever happens."""
+        await self.index.start()
+        try:
+            await self.prober.start()
+            yield
+        finally:
+            self.draining = True
+            await self.prober.close()
+            await self.identifier.close()
+            for replica in self.fleet.replicas.values():
+                replica.pool.close_idle()
+            await self.index.close()
+
+    def replica_states(self) -> dict[str, dict[str, Any]]:
+        """What /readyz says of each replica."""
+        trust: dict[str, list[str]] = {}
+        for source in self.index.sources():
+            trust.setdefault(source.replica, []).append(str(source.trust))
+        return {
+            replica.name: {
+                "healthy": replica.healthy,
+                "reason": replica.reason,
+                "models": sorted(replica.models),
+                "ranks": list(replica.ranks),
+                "trust": _weakest(trust.get(replica.name, ())),
+            }
+            for replica in self.fleet.replicas.values()
+        }
+
+
+def _weakest(levels: list[str] | tuple[()]) -> str:
+    order = ("none", "partial", "exact")
+    return min(levels, key=order.index, default="none")
+
+
+class HotPath:
+    """Serves hot routes straight from the relay and everything else through FastAPI."""
+
+    def __init__(self, app: FastAPI, relay: Relay) -> None:
+        self.app = app
+        declared = {getattr(route, "path", None) for route in app.routes}
+        self._hot = {path: relay for path in HOT_PATHS if path in declared}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            relay = self._hot.get(scope["path"])
+            if relay is not None:
+                await relay(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class RelayResponse(Response):
+    """What a hot route answers when it is reached through FastAPI after all."""
+
+    def __init__(self, relay: ASGIApp) -> None:
+        super().__init__()
+        self._relay = relay
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the connection over."""
+        await self._relay(scope, receive, send)
+
+
+def create_app(settings: Settings, index: Index | None = None) -> HotPath:
+    """The gateway as an ASGI application. Raises ConfigError."""
+    gateway = Gateway.build(settings, index)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with gateway.running():
+            yield
+
+    app = FastAPI(title="kvroute", lifespan=lifespan)
+    app.state.gateway = gateway
+    _declare_generation(app, gateway)
+    _declare_control(app, gateway)
+    _declare_errors(app)
+    return HotPath(app, gateway.relay)
+
+
+def _declare_generation(app: FastAPI, gateway: Gateway) -> None:
+    body = {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        }
+    }
+
+    @app.post(CHAT_PATH, openapi_extra=body, response_class=Response)
+    async def chat_completions() -> Response:
+        """Chat completion, streaming or not; the body goes to a replica unchanged."""
+        return RelayResponse(gateway.relay)
+
+    @app.post(COMPLETIONS_PATH, openapi_extra=body, response_class=Response)
+    async def completions() -> Response:
+        """Text completion, streaming or not; the body goes to a replica unchanged."""
+        return RelayResponse(gateway.relay)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The union of what the healthy replicas serve."""
+        return {"object": "list", "data": gateway.fleet.model_cards()}
+
+
+def _declare_control(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "alive"}
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """200 while at least one replica takes requests and the gateway is not draining."""
+        ready = gateway.fleet.any_healthy() and not gateway.draining
+        content = {
+            "status": "ready" if ready else "not ready",
+            "index": "available" if gateway.index.available else "unavailable",
+            "replicas": gateway.replica_states(),
+        }
+        return JSONResponse(content, status_code=200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        text = await asyncio.to_thread(generate_latest, gateway.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class _NotFound(InvalidRequest):
+    status = 404
+    code = "not_found"
+
+
+class _MethodNotAllowed(InvalidRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
+def _declare_errors(app: FastAPI) -> None:
+    """Unknown routes and methods answer in OpenAI's shape too."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        shaped = _routing_error(request, getattr(error, "status_code", 500))
+        return JSONResponse(shaped.payload(), status_code=shaped.status)
+
+    for status in (404, 405):
+        app.add_exception_handler(status, answer)
+
+
+def _routing_error(request: Request, status: int) -> RequestError:
+    where = f"{request.method} {request.url.path}"
+    if status == 405:
+        return _MethodNotAllowed(f"{where}: this route takes another method.")
+    return _NotFound(f"{where}: no such route. GET /docs lists the routes.")

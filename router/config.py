@@ -1,0 +1,177 @@
+"""The one documented model of every setting: flags, then environment, then YAML, then defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from router.errors import ConfigError
+
+PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "random"]
+
+
+class KvEventsConfig(BaseModel):
+    """Where one data-parallel rank of a replica publishes its KV events."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: Annotated[int, Field(ge=0, description="data-parallel rank")] = 0
+    endpoint: Annotated[str, Field(description="ZMQ PUB address, e.g. tcp://10.0.0.7:5557")]
+    replay_endpoint: Annotated[str | None, Field(description="ZMQ ROUTER address")] = None
+    topic: Annotated[str, Field(description="subscription prefix")] = ""
+
+
+class ReplicaConfig(BaseModel):
+    """One serving engine behind one base URL."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Annotated[str, Field(description="base URL, e.g. http://10.0.0.7:8000")]
+    name: Annotated[str, Field(description="name in headers and metrics; host:port if empty")] = ""
+    kv_events: Annotated[
+        list[KvEventsConfig] | None,
+        Field(description="publishers; asked of GET /kv_event_sources if unset"),
+    ] = None
+
+    @field_validator("url")
+    @classmethod
+    def _base_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000")
+        if parts.query or parts.fragment or parts.username:
+            raise ValueError("a base URL has no query, fragment or user")
+        _ = parts.port  # raises ValueError when out of range
+        return url.rstrip("/")
+
+    @model_validator(mode="after")
+    def _default_name(self) -> ReplicaConfig:
+        if not self.name:
+            self.name = urlsplit(self.url).netloc
+        return self
+
+
+class Settings(BaseSettings):
+    """Every setting of `kvroute serve`; environment names carry the prefix KVROUTE_."""
+
+    model_config = SettingsConfigDict(env_prefix="KVROUTE_", extra="forbid")
+
+    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="port; 0 takes a free one")] = 8080
+    replicas: Annotated[list[ReplicaConfig], Field(description="the vLLM replicas")] = []
+    policy: Annotated[PolicyName, Field(description="how a replica is chosen")] = "cost"
+    redis_url: Annotated[
+        str | None, Field(description="redis:// or unix:// URL; unset starts a private Valkey")
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        Field(description="folder with tokenizer.json and chat template; unset asks a replica"),
+    ] = None
+    tokenizers: Annotated[
+        dict[str, Path], Field(description="folder per model name, before `tokenizer`")
+    ] = {}
+    base_unit_tokens: Annotated[
+        int, Field(ge=1, le=4096, description="tokens per hashed unit; divides every block size")
+    ] = 16
+    prefill_tokens_per_s: Annotated[
+        float, Field(gt=0, description="prior of a replica's prefill rate; learned from then on")
+    ] = 8000.0
+    running_cost_s: Annotated[
+        float, Field(ge=0, description="seconds that each running request adds to a first token")
+    ] = 0.001
+    max_body_bytes: Annotated[int, Field(ge=1024, description="larger bodies get a 413")] = 64 << 20
+    max_inflight: Annotated[int, Field(ge=1, description="requests at once; beyond it 503")] = 8192
+    body_timeout_s: Annotated[float, Field(gt=0, description="to read a request body")] = 60.0
+    connect_timeout_s: Annotated[float, Field(gt=0, description="to connect to a replica")] = 2.0
+    idle_timeout_s: Annotated[
+        float, Field(gt=0, description="longest silence of a replica within one answer")
+    ] = 600.0
+    request_timeout_s: Annotated[float, Field(gt=0, description="one whole request")] = 1800.0
+    render_timeout_s: Annotated[
+        float, Field(gt=0, description="to have a replica tokenize; past it load decides")
+    ] = 0.25
+    keepalive_s: Annotated[
+        float, Field(gt=0, description="idle connections to replicas are closed after this")
+    ] = 4.0
+    probe_interval_s: Annotated[float, Field(gt=0, description="between health probes")] = 2.0
+    probe_timeout_s: Annotated[float, Field(gt=0, description="of one health probe")] = 2.0
+    drain_s: Annotated[float, Field(ge=0, description="running requests may take at exit")] = 30.0
+    access_log: Annotated[bool, Field(description="one JSON line per request")] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="least level logged")
+    ] = "info"
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Settings:
+        names = [replica.name for replica in self.replicas]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"replicas: the name {twice[0]!r} is used more than once")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come first, then the environment; YAML is the weakest source, under `_yaml`."""
+        given = dict(init_settings())
+        from_yaml = InitSettingsSource(settings_cls, given.pop("_yaml", {}))
+        return InitSettingsSource(settings_cls, given), env_settings, from_yaml
+
+
+def load_settings(config: Path | None = None, **flags: Any) -> Settings:
+    """Settings from a YAML file, the environment and flags that are not None.
+
+    Raises ConfigError, one line per wrong field, naming it.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config is not None:
+        given["_yaml"] = _read_yaml(config)
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    except ValueError as error:  # an environment value that is not JSON
+        raise ConfigError(str(error)) from None
+    if not settings.replicas:
+        raise ConfigError(
+            "replicas: none given; pass --replica http://HOST:PORT (repeatable), "
+            "KVROUTE_REPLICAS or `replicas:` in the YAML file"
+        )
+    return settings
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings")
+    return content
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "settings"
+        hint = " (no such setting)" if item["type"] == "extra_forbidden" else ""
+        lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{hint}")
+    return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""Everything the gateway can answer that is not a replica's answer.
+
+KvrouteError
++-- ConfigError            the gateway cannot start as configured
++-- RequestError           answered to the client in OpenAI's error shape
+|   +-- InvalidRequest     400
+|   +-- ModelNotFound      404
+|   +-- BodyTimeout        408
+|   +-- BodyTooLarge       413
+|   +-- UnsupportedEncoding 415
+|   +-- Overloaded         503
+|   +-- NoReplica          503
+|   +-- ReplicaTimeout     504
++-- UpstreamError          a replica failed; may be tried elsewhere
+|   +-- UpstreamUnavailable  nothing of the answer had arrived
+|   +-- UpstreamCut          the answer had begun and broke off
++-- ClientGone             nobody is there to answer any more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+
+class KvrouteError(Exception):
+    """Root of all errors raised by the gateway itself."""
+
+
+class ConfigError(KvrouteError):
+    """The configuration cannot be used; the message names the field."""
+
+
+class RequestError(KvrouteError):
+    """An answer of our own: status, OpenAI error type, code, and what to do about it."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def payload(self) -> dict[str, Any]:
+        """The body in OpenAI's shape."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def body(self) -> bytes:
+        """The JSON bytes of `payload`; a lone surrogate in a quoted name becomes `?`."""
+        try:
+            return orjson.dumps(self.payload())
+        except orjson.JSONEncodeError:
+            self.message = self.message.encode("utf-8", "replace").decode()
+            return orjson.dumps(self.payload())
+
+
+class InvalidRequest(RequestError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+    def __init__(self, model: str, known: Sequence[str]) -> None:
+        listed = ", ".join(repr(name) for name in known) or "none yet"
+        message = f"The model {model[:200]!r} is not served here. Available models: {listed}."
+        super().__init__(message, param="model")
+
+
+class BodyTimeout(RequestError):
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class UnsupportedEncoding(RequestError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_encoding"
+
+
+class Overloaded(RequestError):
+    status = 503
+    code = "gateway_overloaded"
+
+
+class NoReplica(RequestError):
+    status = 503
+    code = "no_replica"
+
+
+class ReplicaTimeout(RequestError):
+    status = 504
+    code = "replica_timeout"
+
+
+class UpstreamError(KvrouteError):
+    """A replica did not answer as HTTP requires."""
+
+
+class UpstreamUnavailable(UpstreamError):
+    """Connecting failed, or the connection broke before a response head arrived."""
+
+
+class UpstreamCut(UpstreamError):
+    """The response had begun and ended before its end."""
+
+
+class ClientGone(KvrouteError):
+    """The client closed its connection before the answer was complete."""

@@ -1,0 +1,102 @@
+"""Where a prompt's token ids come from: the request itself, a local tokenizer, or a replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from cache_index.blocks import pack_tokens
+from router.config import Settings
+from router.metrics import Metrics
+from router.placement import BYTES_PER_TOKEN_GUESS, Prompt
+from router.prompt import Request, given_tokens, local_tokens, tokenize_call
+from router.replicas import Replica
+from router.tokenizing import ModelTokenizer
+from router.upstream import Headers
+from router.wire import header
+
+MAX_REMOTE_CALLS = 64
+"""Tokenize calls under way at once; a request past that is placed on load alone."""
+
+
+def load_tokenizers(settings: Settings) -> dict[str, ModelTokenizer]:
+    """Tokenizers by model name; "" is for every other model. Raises ConfigError."""
+    folders: dict[str, Path] = dict(settings.tokenizers)
+    if settings.tokenizer is not None:
+        folders[""] = settings.tokenizer
+    return {model: ModelTokenizer.from_folder(folder) for model, folder in folders.items()}
+
+
+class Identifier:
+    """Requests to prompts with token ids."""
+
+    def __init__(
+        self, tokenizers: Mapping[str, ModelTokenizer], metrics: Metrics, *, timeout_s: float
+    ) -> None:
+        self._tokenizers = tokenizers
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._client = httpx.AsyncClient(trust_env=False)
+        self._under_way = 0
+        self._turn = 0
+
+    async def close(self) -> None:
+        """Close the connections to replicas' tokenizers."""
+        await self._client.aclose()
+
+    async def identify(
+        self, request: Request, replicas: Sequence[Replica], headers: Headers, body_bytes: int
+    ) -> Prompt:
+        """The prompt with its token ids, or with an estimated length alone. Never raises."""
+        base = replicas[0].models[request.model].base
+        source, ids = await self._token_ids(request, base, replicas, headers)
+        self._metrics.prompts.labels(source).inc()
+        tokens = len(ids) // 4 if ids is not None else body_bytes // BYTES_PER_TOKEN_GUESS
+        self._metrics.prompt_tokens.inc(tokens)
+        return Prompt(request.model, request.salt, ids, tokens)
+
+    async def _token_ids(
+        self, request: Request, base: str, replicas: Sequence[Replica], headers: Headers
+    ) -> tuple[str, bytes | None]:
+        given = given_tokens(request)
+        if given is not None:
+            return "given", given
+        tokenizer = self._tokenizers.get(base) or self._tokenizers.get("")
+        if tokenizer is not None:
+            ids = local_tokens(request, tokenizer)
+            return ("none" if ids is None else "local"), ids
+        call = tokenize_call(request)
+        if call is None:
+            return "none", None
+        self._turn += 1
+        replica = replicas[self._turn % len(replicas)]
+        ids = await self._ask(replica, call, headers)
+        return ("none" if ids is None else "replica"), ids
+
+    async def _ask(self, replica: Replica, call: dict[str, Any], headers: Headers) -> bytes | None:
+        if self._under_way >= MAX_REMOTE_CALLS:
+            return None
+        self._under_way += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._tokenize(replica, call, headers)
+        except (TimeoutError, httpx.HTTPError, ValueError, TypeError, KeyError, OverflowError):
+            return None
+        finally:
+            self._under_way -= 1
+
+    async def _tokenize(self, replica: Replica, call: dict[str, Any], headers: Headers) -> bytes:
+        sent = {"content-type": "application/json"}
+        authorization = header(headers, b"authorization")
+        if authorization is not None:
+            sent["authorization"] = authorization.decode("latin-1")
+        answer = await self._client.post(
+            f"{replica.url}/tokenize", content=orjson.dumps(call), headers=sent
+        )
+        answer.raise_for_status()
+        return pack_tokens(orjson.loads(answer.content)["tokens"])

@@ -1,0 +1,148 @@
+"""Load: the work this gateway has placed on each rank and not seen finish.
+
+One owner, no awaits. A request's share is taken up by `RankLoad.take()` and given back by the
+ticket's exit on every way out, cancellation included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import TracebackType
+
+MIN_SAMPLE_TOKENS = 256
+"""Shorter prefills say more about fixed costs than about the rate."""
+SAMPLE_WEIGHT = 0.2
+SAMPLE_BOUND = 4.0
+
+
+class Ticket:
+    """One request's share of a rank's load; a context manager."""
+
+    __slots__ = ("_load", "placed_at_s", "streaming", "uncached_tokens")
+
+    def __init__(self, load: RankLoad, uncached_tokens: int, streaming: bool) -> None:
+        self._load = load
+        self.uncached_tokens = uncached_tokens
+        self.streaming = streaming
+        self.placed_at_s = 0.0
+
+    def __enter__(self) -> Ticket:
+        self._load._enter(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._load._leave(self)
+
+    def first_token(self) -> None:
+        """The engine has finished this prompt's prefill. Further calls do nothing."""
+        self._load._prefilled(self)
+
+
+class RankLoad:
+    """Load of one (replica, rank), and its learned prefill cost.
+
+    Prefill is modelled as one queue in order of placement, which is what a vLLM scheduler with
+    chunked prefill does to first approximation: `done_at_s` is when it would run empty.
+    `queued_tokens` are the uncached prompt tokens placed here whose first token has not been seen.
+    """
+
+    def __init__(self, prefill_s_per_token: float, clock: Callable[[], float]) -> None:
+        self.prefill_s_per_token = prefill_s_per_token
+        self.running = 0
+        self.queued_tokens = 0
+        self._pending: dict[Ticket, None] = {}
+        self._done_at_s = 0.0
+        self._last_first_token_s = 0.0
+        self._clock = clock
+
+    def take(self, uncached_tokens: int, streaming: bool) -> Ticket:
+        """A ticket to be entered when the request is sent."""
+        return Ticket(self, uncached_tokens, streaming)
+
+    def queue_s(self) -> float:
+        """Predicted seconds until the prefill placed here is done."""
+        return max(self._done_at_s - self._clock(), 0.0) if self._pending else 0.0
+
+    def _enter(self, ticket: Ticket) -> None:
+        now = self._clock()
+        ticket.placed_at_s = now
+        cost_s = ticket.uncached_tokens * self.prefill_s_per_token
+        self._done_at_s = (max(self._done_at_s, now) if self._pending else now) + cost_s
+        self._pending[ticket] = None
+        self.queued_tokens += ticket.uncached_tokens
+        self.running += 1
+
+    def _leave(self, ticket: Ticket) -> None:
+        self.running -= 1
+        if ticket in self._pending:
+            self._forget(ticket)
+            self._reschedule(self._clock())
+
+    def _prefilled(self, ticket: Ticket) -> None:
+        if ticket not in self._pending:
+            return
+        now = self._clock()
+        if ticket.streaming:
+            self._learn(ticket, now)
+        self._forget_unstreamed_before(ticket)
+        self._forget(ticket)
+        self._last_first_token_s = now
+        self._reschedule(now)
+
+    def _forget_unstreamed_before(self, ticket: Ticket) -> None:
+        """Prefill is first come first served: what was placed before has been prefilled too.
+
+        An answer that is not streamed shows its first token only by this, or by its end.
+        """
+        earlier = itertools.takewhile(lambda other: other is not ticket, self._pending)
+        for other in [other for other in earlier if not other.streaming]:
+            self._forget(other)
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._pending[ticket]
+        self.queued_tokens -= ticket.uncached_tokens
+
+    def _reschedule(self, now: float) -> None:
+        """The queue as it is now known: exactly the pending tokens remain."""
+        self._done_at_s = now + self.queued_tokens * self.prefill_s_per_token
+
+    def _learn(self, ticket: Ticket, now: float) -> None:
+        if ticket.uncached_tokens < MIN_SAMPLE_TOKENS:
+            return
+        served_s = now - max(ticket.placed_at_s, self._last_first_token_s)
+        present = self.prefill_s_per_token
+        sample = served_s / ticket.uncached_tokens
+        bounded = min(max(sample, present / SAMPLE_BOUND), present * SAMPLE_BOUND)
+        self.prefill_s_per_token += SAMPLE_WEIGHT * (bounded - present)
+
+
+class FleetLoad:
+    """The load of every rank, by (replica, rank)."""
+
+    def __init__(self, prefill_tokens_per_s: float, clock: Callable[[], float]) -> None:
+        self._prior_s_per_token = 1.0 / prefill_tokens_per_s
+        self._clock = clock
+        self._ranks: dict[tuple[str, int], RankLoad] = {}
+        self._turns = itertools.count()
+
+    def rank(self, replica: str, rank: int) -> RankLoad:
+        """The load of one rank, known or new."""
+        key = (replica, rank)
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = RankLoad(self._prior_s_per_token, self._clock)
+        return found
+
+    def next_turn(self) -> int:
+        """A counter over decisions, for policies that go round."""
+        return next(self._turns)
+
+    def ranks(self) -> dict[tuple[str, int], RankLoad]:
+        """All ranks seen so far, for metrics."""
+        return dict(self._ranks)

@@ -1,0 +1,106 @@
+"""The gateway's own metrics, all under the prefix kvroute_. Labels are bounded by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.load import FleetLoad
+from router.replicas import Fleet
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
+ROUTING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0)
+
+
+class Metrics:
+    """Counters of the request path. Model names are not labels: clients choose them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvroute_requests",
+            "Requests by route and status code of the answer; 499: the client left.",
+            ("route", "code"),
+            registry=registry,
+        )
+        self.ttft_s = Histogram(
+            "kvroute_ttft_seconds",
+            "From the last byte of a streaming request to the first byte of its answer's body.",
+            ("replica",),
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.routing_s = Histogram(
+            "kvroute_routing_seconds",
+            "From the last byte of a request to the decision: tokenizing, matching, choosing.",
+            buckets=ROUTING_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompts = Counter(
+            "kvroute_prompts",
+            "Prompts by how their token ids were had: local, replica, given, none.",
+            ("source",),
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvroute_prompt_tokens", "Prompt tokens of routed requests.", registry=registry
+        )
+        self.matched_tokens = Counter(
+            "kvroute_matched_tokens",
+            "Prompt tokens predicted to be reused where the request was sent.",
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "kvroute_cached_tokens",
+            "Prompt tokens the engine said it reused, where it says so.",
+            registry=registry,
+        )
+        self.misprediction_tokens = Counter(
+            "kvroute_misprediction_tokens",
+            "Difference of predicted and reported reuse, by direction: over, under.",
+            ("direction",),
+            registry=registry,
+        )
+        self.upstream_failures = Counter(
+            "kvroute_upstream_failures",
+            "Attempts that failed at a replica, by kind: unavailable, cut, timeout, refused.",
+            ("replica", "kind"),
+            registry=registry,
+        )
+        self.retries = Counter(
+            "kvroute_retries", "Requests sent again before their first byte.", registry=registry
+        )
+
+
+class FleetCollector(Collector):
+    """Gauges read off the fleet and its load when scraped."""
+
+    def __init__(self, fleet: Fleet, load: FleetLoad) -> None:
+        self._fleet = fleet
+        self._load = load
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Health of each replica, load of each rank."""
+        up = GaugeMetricFamily("kvroute_replica_up", "1: takes requests.", labels=("replica",))
+        for replica in self._fleet.replicas.values():
+            up.add_metric((replica.name,), float(replica.healthy))
+        yield up
+        yield from self._load_gauges()
+
+    def _load_gauges(self) -> Iterable[GaugeMetricFamily]:
+        labels = ("replica", "rank")
+        running = GaugeMetricFamily("kvroute_running_requests", "In flight.", labels=labels)
+        queued = GaugeMetricFamily(
+            "kvroute_queued_prefill_tokens", "Uncached tokens not yet prefilled.", labels=labels
+        )
+        rate = GaugeMetricFamily(
+            "kvroute_prefill_seconds_per_token", "Learned cost of a token.", labels=labels
+        )
+        for (replica, rank), load in self._load.ranks().items():
+            names = (replica, str(rank))
+            running.add_metric(names, load.running)
+            queued.add_metric(names, load.queued_tokens)
+            rate.add_metric(names, load.prefill_s_per_token)
+        return running, queued, rate

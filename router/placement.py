@@ -1,0 +1,123 @@
+"""From a prompt to a rank: the match, the snapshot, the policy's choice. No awaits, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from cache_index.blocks import chain_hashes
+from cache_index.identity import ModelIdentity, Root
+from cache_index.types import Holder
+from router.load import FleetLoad
+from router.policy import Candidate, Policy, Snapshot
+from router.replicas import Replica
+
+BYTES_PER_TOKEN_GUESS = 4
+"""English text under current tokenizers; used only where a prompt could not be tokenized."""
+DEVICE_TIER = "device"
+
+
+class PrefixIndex(Protocol):
+    """What placement needs of the index."""
+
+    def match(self, root: int, hashes: Sequence[int]) -> Mapping[Holder, int]:
+        """Base units that each holder has from the start of the chain."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt to be placed; `token_ids` are packed u32, None when unknown."""
+
+    model: str
+    salt: str
+    token_ids: bytes | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision: where to, what is predicted to be reused, and what it was chosen from."""
+
+    replica: Replica
+    rank: int
+    matched_tokens: int
+    uncached_tokens: int
+    scores: tuple[float, ...]
+
+
+class Placer:
+    """Builds the snapshot of a decision and asks the policy."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        load: FleetLoad,
+        policy: Policy,
+        *,
+        base_unit_tokens: int,
+        running_cost_s: float,
+        random: Random,
+    ) -> None:
+        self._index = index
+        self._load = load
+        self._policy = policy
+        self._unit_tokens = base_unit_tokens
+        self._running_cost_s = running_cost_s
+        self._random = random
+
+    def match(self, prompt: Prompt, replicas: Collection[Replica]) -> dict[tuple[str, int], int]:
+        """Matched tokens by (replica, rank); empty where nothing is known.
+
+        The last token is never matched: an engine computes at least one, so a prompt that is
+        cached whole is a hit of one block less.
+        """
+        if prompt.token_ids is None or prompt.tokens <= self._unit_tokens:
+            return {}
+        matched: dict[tuple[str, int], int] = {}
+        for base, adapter in {self._identity(replica, prompt.model) for replica in replicas}:
+            root = Root(ModelIdentity(base), adapter, prompt.salt).digest()
+            hashes = chain_hashes(root, prompt.token_ids[:-4], self._unit_tokens)
+            for holder, units in self._index.match(root, hashes).items():
+                if holder.tier == DEVICE_TIER:
+                    matched[holder.replica, holder.rank] = units * self._unit_tokens
+        return matched
+
+    def place(
+        self, prompt: Prompt, replicas: Sequence[Replica], matched: Mapping[tuple[str, int], int]
+    ) -> Placement:
+        """Choose among the ranks of `replicas`, which must not be empty."""
+        ranks = [(replica, rank) for replica in replicas for rank in replica.ranks]
+        snapshot = Snapshot(
+            prompt_tokens=prompt.tokens,
+            candidates=tuple(
+                self._candidate(replica, rank, matched.get((replica.name, rank), 0))
+                for replica, rank in ranks
+            ),
+            turn=self._load.next_turn(),
+            draw=self._random.random(),
+            running_cost_s=self._running_cost_s,
+        )
+        choice = self._policy(snapshot)
+        replica, rank = ranks[choice.index]
+        credit = snapshot.candidates[choice.index].matched_tokens
+        return Placement(replica, rank, credit, max(prompt.tokens - credit, 1), choice.scores)
+
+    @staticmethod
+    def _identity(replica: Replica, model: str) -> tuple[str, str]:
+        served = replica.models[model]
+        return served.base, served.adapter
+
+    def _candidate(self, replica: Replica, rank: int, matched_tokens: int) -> Candidate:
+        load = self._load.rank(replica.name, rank)
+        return Candidate(
+            replica=replica.name,
+            rank=rank,
+            matched_tokens=matched_tokens,
+            queued_tokens=load.queued_tokens,
+            queue_s=load.queue_s(),
+            prefill_s_per_token=load.prefill_s_per_token,
+            running=load.running,
+        )

@@ -1,0 +1,57 @@
+"""What a policy sees and what it answers: plain values, so that a decision can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One rank that may serve the request, as known when the decision is made.
+
+    `matched_tokens` are prompt tokens whose KV it holds; `queued_tokens` uncached prompt tokens
+    placed there and not yet prefilled; `queue_s` the predicted seconds until these are done;
+    `prefill_s_per_token` its learned cost of one uncached token; `running` requests in flight.
+    """
+
+    replica: str
+    rank: int
+    matched_tokens: int
+    queued_tokens: int
+    queue_s: float
+    prefill_s_per_token: float
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a decision depends on. `turn` counts decisions; `draw` is uniform in [0, 1)."""
+
+    prompt_tokens: int
+    candidates: tuple[Candidate, ...]
+    turn: int
+    draw: float
+    running_cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Index into the snapshot's candidates and the score of each; the least score wins."""
+
+    index: int
+    scores: tuple[float, ...]
+
+
+Policy = Callable[[Snapshot], Choice]
+
+
+def least(scores: tuple[float, ...], turn: int) -> Choice:
+    """The least score; ties go round, so that equal replicas share equally.
+
+    `turn` moves the starting point: with all scores equal this is round robin.
+    """
+    count = len(scores)
+    start = turn % count
+    order = (*range(start, count), *range(start))
+    return Choice(min(order, key=scores.__getitem__), scores)

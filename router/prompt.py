@@ -1,0 +1,130 @@
+"""A request's prompt as token ids: the few fields read, the template rendered, text tokenized.
+
+Identity decides routing only. When it cannot be had (unknown fields, images, no tokenizer in
+time), the request is served all the same, placed on load alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from cache_index.blocks import pack_tokens
+from router.errors import InvalidRequest
+from router.tokenizing import ModelTokenizer, RenderError
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The fields of a generation request that the gateway reads; nothing is written back."""
+
+    path: str
+    model: str
+    stream: bool
+    salt: str
+    fields: dict[str, Any]
+
+
+def parse_request(path: str, body: bytes) -> Request:
+    """Read a body. Raises InvalidRequest when it is not a JSON object or names no model."""
+    fields = _load_object(body)
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidRequest("`model` is required and must be a string.", param="model")
+    if path == CHAT_PATH and not isinstance(fields.get("messages"), list):
+        raise InvalidRequest("`messages` is required and must be an array.", param="messages")
+    if path == COMPLETIONS_PATH and not isinstance(fields.get("prompt"), str | list):
+        message = "`prompt` is required: a string, an array of strings or token ids."
+        raise InvalidRequest(message, param="prompt")
+    salt = fields.get("cache_salt")
+    return Request(
+        path, model, fields.get("stream") is True, salt if isinstance(salt, str) else "", fields
+    )
+
+
+def _load_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        fields = _load_leniently(body)
+    if not isinstance(fields, dict):
+        raise InvalidRequest("The request body must be a JSON object.")
+    return fields
+
+
+def _load_leniently(body: bytes) -> Any:
+    """What the engine's parser takes and orjson does not: lone surrogates, 1e400, NaN."""
+    try:
+        return json.loads(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        message = f"The request body is not valid UTF-8 (byte {error.start})."
+    except RecursionError:
+        message = "The request body is nested too deeply."
+    except ValueError as error:
+        message = f"The request body is not valid JSON: {error}."
+    raise InvalidRequest(message)
+
+
+def given_tokens(request: Request) -> bytes | None:
+    """Packed ids where the request itself carries token ids, else None."""
+    prompt = first_prompt(request.fields["prompt"]) if request.path == COMPLETIONS_PATH else None
+    if not isinstance(prompt, list):
+        return None
+    try:
+        return pack_tokens(prompt)
+    except (OverflowError, TypeError, ValueError):
+        return None
+
+
+def local_tokens(request: Request, tokenizer: ModelTokenizer) -> bytes | None:
+    """The prompt's token ids as packed u32, or None when only the engine knows them.
+
+    A chat is rendered with the model's template; of a list of prompts the first one counts.
+    """
+    try:
+        if request.path == CHAT_PATH:
+            return tokenizer.chat(request.fields)
+        prompt = first_prompt(request.fields["prompt"])
+        if not isinstance(prompt, str):
+            return None
+        special = request.fields.get("add_special_tokens", True) is not False
+        return tokenizer.text(prompt, add_special_tokens=special)
+    except (RenderError, TypeError, ValueError):
+        return None
+
+
+def first_prompt(prompt: Any) -> str | list[int] | None:
+    """The first of what `prompt` holds: text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    if type(prompt[0]) is int:
+        return prompt
+    return first_prompt(prompt[0]) if isinstance(prompt[0], str | list) else None
+
+
+def tokenize_call(request: Request) -> dict[str, Any] | None:
+    """The body of a replica's POST /tokenize for this prompt, or None where it needs no call."""
+    if request.path == CHAT_PATH:
+        kept = (
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template",
+            "chat_template_kwargs",
+        )
+        call = {name: request.fields[name] for name in kept if name in request.fields}
+        return {"model": request.model, **call}
+    prompt = first_prompt(request.fields["prompt"])
+    if not isinstance(prompt, str):
+        return None
+    special = request.fields.get("add_special_tokens", True)
+    return {"model": request.model, "prompt": prompt, "add_special_tokens": special}

@@ -1,0 +1,287 @@
+"""Lean HTTP/1.1 connections to replicas: one protocol object per connection, one pool per replica.
+
+An `Exchange` is one request on one connection:
+
+    open --head()--> head arrived --read()*--> b"" (end): the connection returns to its pool
+      |                  |
+      +-- UpstreamUnavailable
+                         +-- UpstreamCut, abort(): the connection is closed
+
+Bytes move from the socket's callback into a bounded buffer; past the bound the socket is paused,
+so a slow client slows the replica and not the gateway's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import cast
+
+import httptools
+
+from router.errors import UpstreamCut, UpstreamError, UpstreamUnavailable
+
+HIGH_WATER_BYTES = 256 << 10
+MAX_HEAD_BYTES = 64 << 10
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """Status and headers of a response; names are lower case."""
+
+    status: int
+    headers: Headers = field(default_factory=list)
+
+
+class Exchange(asyncio.Protocol):
+    """One connection, carrying one exchange at a time."""
+
+    def __init__(self, pool: ReplicaPool, loop: asyncio.AbstractEventLoop) -> None:
+        self._pool = pool
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._closed = False
+        self.reused = False
+        self.idle_since_s = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._head: ResponseHead | None = None
+        self._chunks: deque[bytes] = deque()
+        self._buffered_bytes = 0
+        self._paused = False
+        self._complete = False
+        self._framed = False
+        self._reusable = False
+        self._no_body = False
+        self._error: UpstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._drain: asyncio.Future[None] | None = None
+
+    # What a request does with it
+
+    @property
+    def untouched(self) -> bool:
+        """Nothing of a response has arrived."""
+        return not self._head_bytes
+
+    async def send(self, head: bytes, body: bytes, method: bytes) -> None:
+        """Write a request. A replica that does not read it holds up this request alone."""
+        self._no_body = method == b"HEAD"
+        if self._transport is None or self._closed:
+            raise UpstreamUnavailable("the connection is closed")
+        if len(body) <= HIGH_WATER_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        if self._drain is not None:
+            await self._drain
+
+    async def head(self, idle_s: float) -> ResponseHead:
+        """The response head. Raises UpstreamUnavailable, TimeoutError after `idle_s` of silence."""
+        while self._head is None:
+            if self._error is not None:
+                raise UpstreamUnavailable(str(self._error)) from self._error
+            await self._wait(idle_s)
+        return self._head
+
+    async def read(self, idle_s: float) -> bytes:
+        """All that has arrived of the body, b"" at its end. Raises UpstreamCut, TimeoutError."""
+        while not self._chunks:
+            if self._complete:
+                return b""
+            if self._error is not None:
+                raise UpstreamCut(str(self._error)) from self._error
+            await self._wait(idle_s)
+        data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    @property
+    def ended(self) -> bool:
+        """The whole response has arrived and been read."""
+        return self._complete and not self._chunks
+
+    def release(self) -> None:
+        """Give the connection back to its pool; an unfinished exchange is aborted instead."""
+        if self.ended and self._reusable and not self._closed and self._error is None:
+            self._reset()
+            self.reused = True
+            self._pool.put(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the connection at once: the engine ends a request whose connection closes."""
+        self._closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self, idle_s: float) -> None:
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(idle_s, self._expire, self._waiter)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    @staticmethod
+    def _expire(waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            waiter.set_exception(TimeoutError("the replica was silent for too long"))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: UpstreamError) -> None:
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._complete:
+            self._break("bytes after the end of the response")
+            return
+        if self._head is None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._break(f"not an HTTP response: {error}")
+            return
+        if self._head is None and self._head_bytes > MAX_HEAD_BYTES:
+            self._break("the response head is too large")
+        self._wake()
+
+    def _break(self, message: str) -> None:
+        self.abort()
+        self._fail(UpstreamCut(message))
+
+    def eof_received(self) -> None:
+        if self._head is not None and not self._framed:
+            self._complete = True
+            self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._pool.discard(self)
+        if self._head is not None and not self._framed and exc is None:
+            self._complete = True
+        if not self._complete:
+            self._fail(UpstreamCut(str(exc) if exc else "the replica closed the connection"))
+        self._wake()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        self._drain = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_result(None)
+        self._drain = None
+
+    # httptools' callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if 100 <= status < 200:  # 100 Continue and early hints precede the real head
+            self._headers = []
+            return
+        self._head = ResponseHead(status, self._headers)
+        names = {name for name, _ in self._headers}
+        bodiless = self._no_body or status in (204, 304)
+        self._framed = bodiless or bool(names & {b"content-length", b"transfer-encoding"})
+        self._reusable = self._framed and self._parser.should_keep_alive()
+        if bodiless:
+            self._complete = True
+
+    def on_body(self, data: bytes) -> None:
+        self._chunks.append(data)
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._transport:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._head is not None:
+            self._complete = True
+
+
+class ReplicaPool:
+    """Connections to one replica: idle ones are reused, last used first."""
+
+    def __init__(
+        self, host: str, port: int, *, connect_timeout_s: float, keepalive_s: float
+    ) -> None:
+        self._address = (host, port)
+        self._connect_timeout_s = connect_timeout_s
+        self._keepalive_s = keepalive_s
+        self._idle: list[Exchange] = []
+
+    async def acquire(self, *, fresh: bool = False) -> Exchange:
+        """An idle connection, or a new one. Raises UpstreamUnavailable."""
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - self._keepalive_s
+        while self._idle and not fresh:
+            exchange = self._idle.pop()
+            if exchange.idle_since_s >= oldest_s:
+                return exchange
+            exchange.abort()
+        return await self._connect(loop)
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop) -> Exchange:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, exchange = await loop.create_connection(
+                    lambda: Exchange(self, loop), *self._address
+                )
+        except TimeoutError:
+            raise UpstreamUnavailable("connecting timed out") from None
+        except OSError as error:
+            raise UpstreamUnavailable(f"connecting failed: {error}") from error
+        return exchange
+
+    def put(self, exchange: Exchange) -> None:
+        """Keep a connection whose exchange has ended."""
+        exchange.idle_since_s = asyncio.get_running_loop().time()
+        self._idle.append(exchange)
+
+    def discard(self, exchange: Exchange) -> None:
+        """Forget a connection that was closed."""
+        if exchange in self._idle:
+            self._idle.remove(exchange)
+
+    def close_idle(self, older_than_s: float = 0.0) -> None:
+        """Close what has been idle for longer; called by the prober and at exit."""
+        limit_s = asyncio.get_running_loop().time() - older_than_s
+        for exchange in [each for each in self._idle if each.idle_since_s <= limit_s]:
+            exchange.abort()
+            self.discard(exchange)
+
+
+def request_head(method: bytes, target: bytes, headers: Headers, body_bytes: int) -> bytes:
+    """The request's first bytes. `headers` carry no framing and no hop-by-hop field."""
+    lines = [b"%b %b HTTP/1.1\r\n" % (method, target)]
+    lines += [b"%b: %b\r\n" % pair for pair in headers]
+    lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
+    return b"".join(lines)

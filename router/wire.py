@@ -1,0 +1,115 @@
+"""HTTP as the relay handles it: reading a bounded body, which headers pass, answers of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from router.errors import BodyTimeout, BodyTooLarge, ClientGone, RequestError, UnsupportedEncoding
+from router.upstream import Headers
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""RFC 9110 7.6.1: these belong to one connection."""
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """The first value of a header; `name` is lower case."""
+    return next((value for key, value in headers if key == name), None)
+
+
+def request_id(headers: Headers) -> bytes:
+    """The client's x-request-id where it is usable, else one of our own."""
+    given = header(headers, b"x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return os.urandom(16).hex().encode()
+
+
+def forwarded(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """End-to-end headers: all but `dropped` and what the Connection header names."""
+    named = [value for name, value in headers if name == b"connection"]
+    if named:
+        dropped = dropped | {part.strip().lower() for part in b",".join(named).split(b",")}
+    return [pair for pair in headers if pair[0] not in dropped]
+
+
+def upstream_headers(headers: Headers, host: bytes, request_id: bytes, rank: int | None) -> Headers:
+    """A request's headers as the replica gets them."""
+    passed = forwarded(headers, _NOT_FORWARDED)
+    if rank is not None:
+        passed = [pair for pair in passed if pair[0] != b"x-data-parallel-rank"]
+        passed.append((b"x-data-parallel-rank", b"%d" % rank))
+    return [(b"host", host), (b"x-request-id", request_id), *passed]
+
+
+async def read_body(
+    headers: Headers, receive: Receive, *, max_bytes: int, timeout_s: float
+) -> bytes:
+    """The whole body. Raises BodyTooLarge, BodyTimeout, UnsupportedEncoding, ClientGone."""
+    encoding = header(headers, b"content-encoding")
+    if encoding not in (None, b"", b"identity"):
+        message = "Compressed request bodies are not accepted; send the JSON uncompressed."
+        raise UnsupportedEncoding(message)
+    declared = header(headers, b"content-length")
+    if declared is not None and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _collect(receive, max_bytes)
+    except TimeoutError:
+        message = f"The request body did not arrive within {timeout_s:g} s."
+        raise BodyTimeout(message) from None
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than {max_bytes} bytes (max_body_bytes).")
+
+
+async def send_error(send: Send, error: RequestError, extra: Headers) -> None:
+    """Answer with an error of our own. The connection closes: its body may be half read."""
+    body = error.body()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+        *extra,
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
