@@ -393,6 +393,7 @@ class Engine:
             block_size_tokens=size,
             salt=run.request.salt,
             adapter=run.request.adapter,
+            session_id=run.request.session_id,
         )
 
     def _extend_hashes(self, run: Run, blocks: int) -> None:

@@ -20,6 +20,7 @@ class BlocksStored(NamedTuple):
     block_size_tokens: int
     salt: str
     adapter: str
+    session_id: str = ""
 
 
 class BlockRemoved(NamedTuple):

@@ -78,6 +78,7 @@ class EngineRequest:
     priority: int = 0
     reply_ids: Sequence[int] | None = None
     hashes: Sequence[int] | None = None
+    session_id: str = ""
 
 
 class FirstToken(NamedTuple):

@@ -1,0 +1,3 @@
+from loadgen.replica.command import main
+
+main()

@@ -1,0 +1,158 @@
+"""`loadgen replica`: serve simulated vLLM replicas until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from loadgen.replica.errors import ReplicaError
+from loadgen.replica.model import EngineModel, SchedulingPolicy
+from loadgen.replica.publisher import ReplayFraming
+from loadgen.replica.server import Fleet, FleetConfig
+from loadgen.replica.wire import EventEncoding, HashForm
+from loadgen.tokenizer import default_folder
+
+_DEFAULT = EngineModel()
+_EXAMPLES = """
+Examples:
+
+  loadgen replica
+
+  loadgen replica --replicas 4 --port 8100 --blocks 2000
+
+  loadgen replica --ranks 2 --events array --replay-framing old --hash bytes
+
+  loadgen replica --prefill-a 0 --prefill-b 0 --prefill-c 0 --decode-step 0.001
+
+The first line on stdout tells every address:
+{"replicas": [{"url": ..., "kv_events": [...], "replay": [...]}]}
+"""
+
+Option = typer.Option
+
+
+def replica(
+    replicas: Annotated[int, Option(min=1, help="Replicas, each on a port of its own.")] = 1,
+    ranks: Annotated[int, Option(min=1, help="Data-parallel ranks of each replica.")] = 1,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, help="Port of the first replica; 0: free ones.")] = 0,
+    model: Annotated[str, Option(help="Name of the served model.")] = "sim-model",
+    adapter: Annotated[list[str] | None, Option(help="A LoRA adapter's name; repeatable.")] = None,
+    tokenizer: Annotated[Path | None, Option(help="Tokenizer folder; default: our own.")] = None,
+    max_model_len: Annotated[int, Option(min=2, help="Longest prompt and reply, tokens.")] = 32768,
+    block_size: Annotated[int, Option(min=1, help="Tokens per block.")] = 16,
+    blocks: Annotated[int, Option(min=1, help="Blocks of each rank's cache.")] = _DEFAULT.blocks,
+    prefill_c: Annotated[float, Option(min=0, help="s per prompt.")] = _DEFAULT.prefill_c_s,
+    prefill_a: Annotated[float, Option(min=0, help="s per token.")] = _DEFAULT.prefill_a_s,
+    prefill_b: Annotated[float, Option(min=0, help="s per token².")] = _DEFAULT.prefill_b_s,
+    decode_step: Annotated[float, Option(min=0, help="s per round.")] = _DEFAULT.decode_step_s,
+    decode_per_request: Annotated[
+        float, Option(min=0, help="s per round and request.")
+    ] = _DEFAULT.decode_per_request_s,
+    max_batched_tokens: Annotated[int, Option(min=1, help="Token budget of a step.")] = 2048,
+    max_num_seqs: Annotated[int, Option(min=1, help="Requests in a batch.")] = 64,
+    events: Annotated[
+        EventEncoding, Option(help="map: as vLLM 0.24 and later; array: before.")
+    ] = EventEncoding.MAP,
+    hash_form: Annotated[
+        HashForm, Option("--hash", help="Block hashes as 64-bit integers or 32 bytes.")
+    ] = HashForm.INT,
+    replay_framing: Annotated[
+        ReplayFraming, Option(help="new: as vLLM 0.26 and later; old: before.")
+    ] = ReplayFraming.NEW,
+    topic: Annotated[str, Option(help="ZMQ topic of the events.")] = "",
+    buffer_steps: Annotated[int, Option(min=1, help="Batches kept for replay.")] = 10_000,
+    scheduling_policy: Annotated[
+        SchedulingPolicy, Option(help="Order of the waiting queue.")
+    ] = SchedulingPolicy.FCFS,
+    seed: Annotated[int, Option(help="What block hashes start from.")] = 0,
+    exit_on_stdin_eof: Annotated[
+        bool, Option("--exit-on-stdin-eof", help="Stop when standard input ends.")
+    ] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print the addresses as one JSON line (always done).")
+    ] = False,
+) -> None:
+    """Serve simulated vLLM replicas: HTTP, prefix cache, batching in real time, KV events."""
+    try:
+        engine = EngineModel(
+            block_size_tokens=block_size,
+            blocks=blocks,
+            prefill_c_s=prefill_c,
+            prefill_a_s=prefill_a,
+            prefill_b_s=prefill_b,
+            decode_step_s=decode_step,
+            decode_per_request_s=decode_per_request,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            policy=scheduling_policy,
+        )
+        config = FleetConfig(
+            replicas=replicas,
+            ranks=ranks,
+            host=host,
+            port=port,
+            model_name=model,
+            adapters=tuple(adapter or ()),
+            tokenizer=tokenizer or default_folder(),
+            max_model_len_tokens=max_model_len,
+            engine=engine,
+            events=events,
+            hash_form=hash_form,
+            replay_framing=replay_framing,
+            topic=topic,
+            buffer_steps=buffer_steps,
+            seed=seed,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config, exit_on_stdin_eof=exit_on_stdin_eof))
+    except (ReplicaError, OSError) as error:
+        typer.echo(f"loadgen replica: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+replica.__doc__ = f"{replica.__doc__}\n{_EXAMPLES}"
+
+
+async def serve(config: FleetConfig, *, exit_on_stdin_eof: bool) -> None:
+    """Serve until SIGTERM, SIGINT or, if asked, the end of standard input."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with Fleet(config) as fleet:
+        if exit_on_stdin_eof:
+            threading.Thread(target=_watch_stdin, args=(loop, stop), daemon=True).start()
+        sys.stdout.write(json.dumps(fleet.describe()) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    # A thread, because standard input may be a file or a device, which no poller takes.
+    try:
+        while os.read(0, 4096):
+            pass
+    except OSError:
+        pass
+    try:
+        loop.call_soon_threadsafe(stop.set)
+    except RuntimeError:
+        # The loop is closed: the process ends anyway.
+        return
+
+
+def main() -> None:
+    """Entry point of `python -m loadgen.replica`."""
+    app = typer.Typer(add_completion=False)
+    app.command()(replica)
+    app()

@@ -1,0 +1,129 @@
+"""Samples: what one request will generate, worked out before the engine sees it.
+
+Replies depend on the prompt alone, so their text, the place of a stop string and the reason
+to finish are known in advance; the engine decides only when each token comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadgen.replica.errors import RequestRefused
+from loadgen.replica.reply import Vocabulary, natural_length_tokens, reply_tokens
+from loadgen.replica.requests import GenerationFields
+from loadgen.replica.text import Detokenizer, ReplicaTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One choice of an answer. `pieces[i]` is the text that token i lets out, perhaps ""."""
+
+    index: int
+    prompt_ids: Sequence[int]
+    ids: list[int]
+    pieces: list[str]
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole reply."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Plans the replies of one model."""
+
+    tokenizer: ReplicaTokenizer
+    vocabulary: Vocabulary
+    max_model_len_tokens: int
+
+    def samples(self, prompts: Sequence[Sequence[int]], request: GenerationFields) -> list[Sample]:
+        """`n` samples for each prompt. Raises RequestRefused for prompts that do not fit."""
+        count = request.n or 1
+        return [
+            self._sample(place * count + variant, prompt, variant, request)
+            for place, prompt in enumerate(prompts)
+            for variant in range(count)
+        ]
+
+    def _sample(
+        self, index: int, prompt: Sequence[int], variant: int, request: GenerationFields
+    ) -> Sample:
+        limit = self._limit(prompt, request.limit())
+        natural = request.limit() is None and not request.ignore_eos
+        length = limit
+        if natural:
+            wanted = max(natural_length_tokens(prompt, variant), request.min_tokens or 0)
+            length = min(limit, wanted)
+        ids = reply_tokens(prompt, length, self.vocabulary, variant)
+        eos = self.tokenizer.eos_id
+        ends = natural and length < limit
+        if ends and eos is not None:
+            ids.append(eos)
+        pieces = self._pieces(ids, request.skip_special_tokens)
+        sample = Sample(index, prompt, ids, pieces, "stop" if ends else "length")
+        stops = request.stops()
+        return _stopped(sample, stops, request.include_stop_str_in_output) if stops else sample
+
+    def _limit(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """Tokens that may be generated after this prompt."""
+        room = self.max_model_len_tokens - len(prompt)
+        if not prompt:
+            raise RequestRefused("The decoder prompt cannot be empty")
+        if room < 0:
+            raise RequestRefused(
+                f"This model's maximum context length is {self.max_model_len_tokens} tokens. "
+                f"However, your request has {len(prompt)} input tokens. "
+                "Please reduce the length of the input messages.",
+                param="input_tokens",
+            )
+        if room == 0:
+            raise RequestRefused("max_tokens must be at least 1, got 0.", param="max_tokens")
+        if wanted is not None and wanted > room:
+            raise RequestRefused(
+                f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's "
+                f"maximum context length is {self.max_model_len_tokens} tokens and your request "
+                f"has {len(prompt)} input tokens.",
+                param="max_tokens",
+            )
+        return room if wanted is None else wanted
+
+    def _pieces(self, ids: Sequence[int], skip_special: bool) -> list[str]:
+        detokenizer = Detokenizer(self.tokenizer, skip_special=skip_special)
+        last = len(ids) - 1
+        return [detokenizer.push(token, final=i == last) for i, token in enumerate(ids)]
+
+
+def _stopped(sample: Sample, stops: Sequence[str], include: bool) -> Sample:
+    """The sample cut at the first stop string.
+
+    Text that could be the beginning of a stop string is held back until it is not.
+    """
+    hold = 0 if include else max(len(text) for text in stops) - 1
+    seen = ""
+    shown = 0
+    pieces: list[str] = []
+    for place, piece in enumerate(sample.pieces):
+        searched = max(0, len(seen) - max(len(text) for text in stops) + 1)
+        seen += piece
+        match = _first_stop(seen, stops, searched)
+        if match is not None:
+            start, text = match
+            end = start + len(text) if include else start
+            pieces.append(seen[shown:end])
+            ids = sample.ids[: place + 1]
+            return Sample(sample.index, sample.prompt_ids, ids, pieces, "stop", text)
+        ready = max(shown, len(seen) - hold)
+        pieces.append(seen[shown:ready])
+        shown = ready
+    if pieces:
+        pieces[-1] += seen[shown:]
+    return Sample(sample.index, sample.prompt_ids, sample.ids, pieces, sample.finish_reason)
+
+
+def _first_stop(text: str, stops: Sequence[str], start: int) -> tuple[int, str] | None:
+    found = [(place, stop) for stop in stops if (place := text.find(stop, start)) >= 0]
+    return min(found, default=None)

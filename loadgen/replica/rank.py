@@ -1,0 +1,161 @@
+"""One rank in real time: runs the engine core by the clock and hands out what it produced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from loadgen.replica.engine import Engine
+from loadgen.replica.metrics import RankTimes
+from loadgen.replica.model import EngineRequest, EngineStats, FirstToken, StepResult
+from loadgen.replica.publisher import KVPublisher
+from loadgen.replica.wire import BatchEncoder
+
+# A step that ends late by less than this starts the next one as if it had ended in time, so
+# that timer granularity does not slow the simulated engine down.
+_CATCH_UP_S = 0.1
+
+
+class Sink(Protocol):
+    """Receives the tokens of one request."""
+
+    def tokens(self, count: int, first: FirstToken | None, finished: bool) -> None:
+        """`count` more tokens; `first` with the first of them, `finished` with the last."""
+
+    def reason(self) -> str:
+        """Why the request ends when all of its tokens have come: "stop" or "length"."""
+
+
+class _Flight:
+    __slots__ = ("arrived_s", "last_s", "sink")
+
+    def __init__(self, sink: Sink, now_s: float) -> None:
+        self.sink = sink
+        self.arrived_s = now_s
+        self.last_s = now_s
+
+
+class RankRunner:
+    """Drives one engine. All methods must be called from the event loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: BatchEncoder,
+        publisher: KVPublisher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._encoder = encoder
+        self._publisher = publisher
+        self._clock = clock
+        self._flights: dict[str, _Flight] = {}
+        self._step: StepResult | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.times = RankTimes()
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return self._engine.running
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return self._engine.waiting
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the blocks in use."""
+        return self._engine.kv_usage
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self._engine.stats
+
+    @property
+    def publisher(self) -> KVPublisher:
+        """Where this rank's KV events go."""
+        return self._publisher
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Let a request wait; its tokens go to `sink`. Raises what `Engine.add` raises."""
+        now_s = self._clock()
+        self._engine.add(request, now_s)
+        self._flights[request.id] = _Flight(sink, now_s)
+        self._wake(now_s)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; nothing more reaches its sink.
+
+        It is not counted as finished: vLLM leaves its "abort" counter at 0, too.
+        """
+        if self._flights.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached content; False while requests use it."""
+        return self._engine.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """Stop the clock and the publisher."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._publisher.close()
+
+    def _wake(self, now_s: float) -> None:
+        if self._step is None and not self._closed:
+            self._begin(now_s)
+
+    def _begin(self, start_s: float) -> None:
+        self._step = self._engine.step(start_s)
+        if self._step is None:
+            self._timer = None
+            return
+        delay_s = max(0.0, self._step.end_s - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end)
+
+    def _end(self) -> None:
+        step, self._step = self._step, None
+        assert step is not None
+        if step.events:
+            self._publisher.publish(self._encoder.encode(step.events, time.time()))
+        # Sinks may submit or abort; the next step begins after all of them have been told.
+        self._step = step
+        try:
+            self._hand_out(step)
+        finally:
+            self._step = None
+            if not self._closed:
+                now_s = self._clock()
+                self._begin(step.end_s if now_s - step.end_s < _CATCH_UP_S else now_s)
+
+    def _hand_out(self, step: StepResult) -> None:
+        finished = set(step.finished)
+        for request_id, count in step.emitted.items():
+            flight = self._flights.get(request_id)
+            if flight is None:
+                continue
+            first = step.first.get(request_id)
+            self._measure(flight, step, first)
+            done = request_id in finished
+            if done:
+                del self._flights[request_id]
+                self.times.finished[flight.sink.reason()] += 1
+                self.times.e2e.observe(step.end_s - flight.arrived_s)
+            flight.sink.tokens(count, first, done)
+
+    def _measure(self, flight: _Flight, step: StepResult, first: FirstToken | None) -> None:
+        times = self.times
+        if first is None:
+            times.inter_token.observe(step.end_s - flight.last_s)
+        else:
+            times.ttft.observe(step.end_s - flight.arrived_s)
+            times.queue.observe(max(0.0, first.admitted_s - first.arrived_s))
+            times.prefill.observe(step.end_s - first.admitted_s)
+        flight.last_s = step.end_s
