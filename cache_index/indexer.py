@@ -1,0 +1,253 @@
+"""Sources into the index: one subscriber per source, one writer per source that leads.
+
+Every gateway subscribes to every source, so each knows each source's state and can take over its
+writing at once; a lease in Redis says who writes. Only a gateway that can see the source asks for
+its lease, and one that has lost sight of it gives the lease up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+import zmq.asyncio
+
+from cache_index.errors import IndexUnavailable
+from cache_index.ledger import Operation
+from cache_index.redis_index import ApplyCall, RedisIndex
+from cache_index.source import SourceState
+from cache_index.subscriber import Subscriber
+from cache_index.types import SourceKey, SourceSpec, SourceStatus, Trust
+from cache_index.writer import SourceWriter
+
+__all__ = ["Indexer", "SourceRunner"]
+
+_log = logging.getLogger(__name__)
+_LEASE_TTL_MS = 5000
+_LEASE_ROUND_S = 1.0
+_CALLS_PER_ROUND = 32
+_RETRY_S = (0.05, 1.0)
+_IDLE_WAKE_S = 1.0
+_SWEEP_ROUND_S = 1.0
+_SWEEP_NODES = 500
+# One sweep round in a row, so that a big index does not wait forever and Redis is not held up.
+_SWEEP_STEPS = 20
+
+
+class SourceRunner:
+    """One declared source: its state, its sockets and its writer."""
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        *,
+        context: zmq.asyncio.Context,
+        wake: asyncio.Event,
+        base_unit_tokens: int,
+        lease_s: float,
+    ) -> None:
+        self.spec = spec
+        self.state = SourceState(
+            spec.model,
+            base_unit_tokens=base_unit_tokens,
+            lease_s=lease_s,
+            replayable=spec.replay_endpoint is not None,
+        )
+        self.writer = SourceWriter(spec.key, self.state.ledger)
+        self.subscriber = Subscriber(spec, self.state, context, self._take, lease_s=lease_s)
+        self._wake = wake
+        self._task = asyncio.create_task(self.subscriber.run())
+
+    def _take(self, operations: Sequence[Operation]) -> None:
+        if operations:
+            self.writer.add(operations)
+            self._wake.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def status(self, now_s: float) -> SourceStatus:
+        state = self.state
+        trust, reason = state.trust(now_s)
+        last_at_s = state.last_batch_at_s
+        return SourceStatus(
+            replica=self.spec.replica,
+            rank=self.spec.rank,
+            trust=trust,
+            reason="; ".join(filter(None, (reason, self.subscriber.error))),
+            epoch=state.life,
+            last_seq=state.last_seq,
+            batches=state.batches,
+            unit_tokens=state.ledger.block_tokens,
+            last_batch_age_s=None if last_at_s is None else now_s - last_at_s,
+            leading=self.writer.token > 0,
+        )
+
+
+class Indexer:
+    """All sources of this process. `run` writes until cancelled."""
+
+    def __init__(self, redis: RedisIndex, *, base_unit_tokens: int, trust_lease_s: float) -> None:
+        self._redis = redis
+        self._base_unit_tokens = base_unit_tokens
+        self._trust_lease_s = trust_lease_s
+        self._owner = uuid.uuid4().hex
+        self._context = zmq.asyncio.Context()
+        self._wake = asyncio.Event()
+        self._lease_wake = asyncio.Event()
+        self._runners: dict[SourceKey, SourceRunner] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def runners(self) -> dict[SourceKey, SourceRunner]:
+        return self._runners
+
+    def trust(self, key: SourceKey, now_s: float) -> Trust:
+        runner = self._runners.get(key)
+        return Trust.NONE if runner is None else runner.state.trust(now_s)[0]
+
+    def set_sources(self, specs: Collection[SourceSpec]) -> None:
+        """Follow exactly these sources."""
+        wanted = {spec.key: spec for spec in specs}
+        for key, runner in list(self._runners.items()):
+            if wanted.get(key) != runner.spec:
+                del self._runners[key]
+                self._retire(runner, forget=key not in wanted)
+        for key, spec in wanted.items():
+            if key not in self._runners:
+                self._runners[key] = SourceRunner(
+                    spec,
+                    context=self._context,
+                    wake=self._wake,
+                    base_unit_tokens=self._base_unit_tokens,
+                    lease_s=self._trust_lease_s,
+                )
+        self._lease_wake.set()
+
+    def _retire(self, runner: SourceRunner, *, forget: bool) -> None:
+        task = asyncio.create_task(self._end(runner, forget=forget))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _end(self, runner: SourceRunner, *, forget: bool) -> None:
+        await runner.close()
+        token = runner.writer.token
+        runner.writer.stop()
+        # Without Redis the lease runs out by itself and the next writer voids what is left.
+        with contextlib.suppress(IndexUnavailable):
+            if token and forget:
+                await self._redis.forget(runner.spec.key, self._owner, token)
+            elif token:
+                await self._redis.release(runner.spec.key, self._owner)
+
+    async def run(self) -> None:
+        """Write, keep leases and clean up, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._for_ever(self._write))
+            tasks.create_task(self._for_ever(self._keep_leases))
+            tasks.create_task(self._for_ever(self._sweep))
+
+    async def close(self) -> None:
+        """Stop all sources and give up their leases; the entries stay for whoever takes over."""
+        runners, self._runners = list(self._runners.values()), {}
+        await asyncio.gather(*(self._end(runner, forget=False) for runner in runners))
+        await asyncio.gather(*self._retiring)
+        self._context.destroy(linger=0)
+
+    async def _for_ever(self, work: Callable[[], Awaitable[None]]) -> None:
+        pause_s = _RETRY_S[0]
+        while True:
+            try:
+                await work()
+                pause_s = _RETRY_S[0]
+                continue
+            except IndexUnavailable as reason:
+                self.counts["unavailable"] += 1
+                _log.debug("the index waits for Redis: %s", reason)
+            except Exception:
+                self.counts["internal_error"] += 1
+                _log.exception("an index task starts over")
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _RETRY_S[1])
+
+    # -- writing
+
+    async def _write(self) -> None:
+        """Bring everything queued into Redis, then wait for more."""
+        while batch := self._next_calls():
+            outcomes = await self._redis.apply([call for _, call in batch])
+            for (writer, _), outcome in zip(batch, outcomes, strict=True):
+                self._settle(writer, outcome)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), _IDLE_WAKE_S)
+        self._wake.clear()
+
+    def _next_calls(self) -> list[tuple[SourceWriter, ApplyCall]]:
+        batch: list[tuple[SourceWriter, ApplyCall]] = []
+        for key in list(self._runners):
+            # Those served last come first next time: one busy source must not starve others.
+            runner = self._runners[key]
+            call = runner.writer.next_call() if runner.writer.busy else None
+            if call is not None:
+                batch.append((runner.writer, call))
+                self._runners[key] = self._runners.pop(key)
+            if len(batch) == _CALLS_PER_ROUND:
+                break
+        return batch
+
+    def _settle(self, writer: SourceWriter, outcome: tuple[str, bytes] | IndexUnavailable) -> None:
+        if not isinstance(outcome, IndexUnavailable):
+            self.counts[outcome[0]] += 1
+            writer.settle(*outcome)
+            if outcome[0] == "fenced":
+                self._lease_wake.set()
+            return
+        self.counts["refused"] += 1
+        writer.fail()
+        raise outcome
+
+    # -- leases
+
+    async def _keep_leases(self) -> None:
+        now_s = time.monotonic()
+        for runner in list(self._runners.values()):
+            seen = runner.state.trust(now_s)[0] is not Trust.NONE
+            await self._keep_lease(runner, seen)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lease_wake.wait(), _LEASE_ROUND_S)
+        self._lease_wake.clear()
+
+    async def _keep_lease(self, runner: SourceRunner, seen: bool) -> None:
+        key, writer = runner.spec.key, runner.writer
+        if writer.token and not seen:
+            writer.stop()
+            await self._redis.release(key, self._owner)
+        elif writer.token:
+            token = writer.token
+            if not await self._redis.renew(key, self._owner, _LEASE_TTL_MS, token):
+                self.counts["lease_lost"] += 1
+                writer.stop()
+                self._lease_wake.set()
+        elif seen:
+            token, _ = await self._redis.acquire(key, self._owner, _LEASE_TTL_MS, uuid.uuid4().hex)
+            if token and self._runners.get(key) is runner:
+                self.counts["lease_taken"] += 1
+                writer.lead(token)
+                self._wake.set()
+
+    # -- cleaning
+
+    async def _sweep(self) -> None:
+        for _ in range(_SWEEP_STEPS):
+            _, _, complete = await self._redis.sweep(_SWEEP_NODES)
+            if complete:
+                break
+        await asyncio.sleep(_SWEEP_ROUND_S)

@@ -1,0 +1,306 @@
+"""One publisher of KV events as a pure state machine: no sockets, no clock, no Redis.
+
+It turns deliveries (live ones and replayed ones) into operations on the index, keeps the map from
+the engine's hashes to our own, and says how far the source can be trusted.
+
+The rules, all on the side of under-reporting:
+
+- A life begins at sequence 0. A lower sequence, or another digest at a known one, is another life.
+- After a gap or a reconnect nothing live is applied until a replay from the last sequence
+  *inclusive* has shown the same digest; another digest, or no batch at all, is another life.
+- What a replay can no longer give is lost, removals among it: everything of the source is dropped
+  and it goes on as PARTIAL until the engine clears its cache.
+- Trust lasts for one lease. A batch renews it, and so does a replay that ran to its END. Without a
+  replay endpoint only an unbroken connection can vouch for an idle source (`vouch`): a reconnect
+  then drops everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cache_index.events import EventBatch
+from cache_index.identity import ModelIdentity
+from cache_index.ledger import Ledger, NewEpoch, Operation
+from cache_index.types import Trust
+
+__all__ = ["Delivery", "SourceState"]
+
+# Digests of this many batches are kept, to tell a batch that arrives twice from another life.
+_RECENT_BATCHES = 4096
+# Live batches held back during a replay. What does not fit is fetched by the next replay.
+_MAX_PENDING = 1024
+# After so many replays without an answer the source goes on as if it had no replay endpoint.
+_REPLAY_ATTEMPTS = 2
+
+
+class Delivery(NamedTuple):
+    """One message of a publisher. `batch` is None when its payload could not be decoded."""
+
+    seq: int
+    digest: int
+    batch: EventBatch | None
+
+
+@dataclass(slots=True)
+class _Replay:
+    """A replay under way: what it must show first, and whether it showed another life."""
+
+    confirming: bool
+    rebuild: bool
+    other_life: bool = False
+
+
+class SourceState:
+    """Sequence, life and trust of one publisher."""
+
+    def __init__(
+        self, model: ModelIdentity, *, base_unit_tokens: int, lease_s: float, replayable: bool
+    ) -> None:
+        self.ledger = Ledger(model, base_unit_tokens)
+        self.counts: Counter[str] = Counter()
+        self.last_seq = -1
+        self.batches = 0
+        self.life = 0
+        self.last_batch_at_s: float | None = None
+        self._last_digest = 0
+        self._lease_s = lease_s
+        self._replayable = replayable
+        self._degraded = False
+        self._failures = 0
+        self._replay: _Replay | None = None
+        self._replay_wanted = replayable
+        self._pending: deque[Delivery] = deque(maxlen=_MAX_PENDING)
+        self._recent: dict[int, int] = {}
+        self._complete: bool | None = None
+        self._partial_reason = ""
+        self._proof_at_s: float | None = None
+        self._connected = False
+
+    @property
+    def replay_wanted(self) -> bool:
+        """Something is missing or unproven that only a replay can settle."""
+        return self._replay_wanted
+
+    def trust(self, now_s: float) -> tuple[Trust, str]:
+        """How far the source's entries count now, and why not further."""
+        if self.ledger.unusable:
+            return Trust.NONE, self.ledger.unusable
+        if self._proof_at_s is None:
+            return Trust.NONE, "no contact yet"
+        if now_s - self._proof_at_s > self._lease_s:
+            return Trust.NONE, "not renewed within its lease"
+        if self._complete and not self.ledger.orphaned:
+            return Trust.EXACT, ""
+        if self._complete is None:
+            return Trust.PARTIAL, "a new life, not replayed yet"
+        return Trust.PARTIAL, self._partial_reason or "blocks with an unknown parent"
+
+    # -- live deliveries
+
+    def live(self, delivery: Delivery, now_s: float) -> list[Operation]:
+        """Take one message from the live stream."""
+        if self._replay is not None or (self._replay_wanted and not self._degraded):
+            self._hold(delivery)
+            return []
+        operations: list[Operation] = []
+        self._live(delivery, now_s, operations)
+        return operations
+
+    def _live(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
+        seq = delivery.seq
+        if self.last_seq >= 0 and seq <= self.last_seq:
+            if self._recent.get(seq) == delivery.digest:
+                self.counts["duplicate"] += 1
+                return
+            self._begin_life("restart", out)
+        if seq != self.last_seq + 1 and self._miss(delivery, out):
+            return
+        self._apply(delivery, now_s, out)
+        self._renew(now_s)
+
+    def _miss(self, delivery: Delivery, out: list[Operation]) -> bool:
+        """Batches before this one are missing. True if a replay must bring them first."""
+        self.counts["gap"] += 1
+        if self._replayable and not self._degraded:
+            self._replay_wanted = True
+            self._hold(delivery)
+            return True
+        if self.last_seq >= 0:
+            self._drop("gap", out)
+        else:
+            self._partial_reason = "joined after its first batch"
+        return False
+
+    def _hold(self, delivery: Delivery) -> None:
+        if len(self._pending) == self._pending.maxlen:
+            self.counts["held_back_overflow"] += 1
+        self._pending.append(delivery)
+
+    # -- replay
+
+    def begin_replay(self) -> int:
+        """Start a replay; returns the sequence to ask for.
+
+        What was held back until now is in the replay too, if the same publisher answers it; if
+        another one does, it must not be applied at all.
+        """
+        self._pending.clear()
+        rebuild = self._degraded
+        self._replay = _Replay(confirming=self.last_seq >= 0 and not rebuild, rebuild=rebuild)
+        return 0 if rebuild else max(0, self.last_seq)
+
+    def replayed(self, delivery: Delivery, now_s: float) -> list[Operation]:
+        """Take one message of the answer to a replay request."""
+        operations: list[Operation] = []
+        replay = self._replay
+        if replay is None or replay.other_life:
+            return operations
+        if replay.rebuild:
+            replay.rebuild = False
+            self._begin_life("replay is back", operations)
+        elif replay.confirming:
+            replay.confirming = False
+            if delivery.seq == self.last_seq and delivery.digest == self._last_digest:
+                return operations
+            if delivery.seq <= self.last_seq:
+                replay.other_life = True
+                self._begin_life("restart", operations)
+                return operations
+        self._take_replayed(delivery, now_s, operations)
+        return operations
+
+    def _take_replayed(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
+        if delivery.seq <= self.last_seq:
+            self.counts["duplicate"] += 1
+            return
+        if delivery.seq != self.last_seq + 1:
+            if self.last_seq >= 0:
+                self._drop("past the replay buffer", out)
+            else:
+                self._partial_reason = "older batches have left the replay buffer"
+        self._apply(delivery, now_s, out)
+
+    def end_replay(self, asked_at_s: float, now_s: float) -> list[Operation]:
+        """The replay asked for at `asked_at_s` has answered END: the source is current as of then.
+
+        The request, not the answer, dates the proof: the publisher had nothing newer when it
+        served it, which was not before it was sent.
+        """
+        operations: list[Operation] = []
+        replay, self._replay = self._replay, None
+        if replay is None:
+            return operations
+        self._failures = 0
+        if replay.confirming or replay.rebuild:
+            # Not even the batch we know: this publisher is another one.
+            self._begin_life("restart", operations)
+            replay.other_life = True
+        self._degraded = False
+        self._replay_wanted = replay.other_life
+        if replay.other_life:
+            return operations
+        if self.last_seq < 0:
+            self._complete = True
+        self._renew(asked_at_s)
+        self._release(now_s, operations)
+        return operations
+
+    def fail_replay(self, now_s: float) -> list[Operation]:
+        """No END within the deadline. Goes on without replay after a few of these."""
+        operations: list[Operation] = []
+        self._replay = None
+        self.counts["replay_failed"] += 1
+        self._failures += 1
+        if self._failures >= _REPLAY_ATTEMPTS and self._replay_wanted and not self._degraded:
+            self._degraded = True
+            if self.last_seq >= 0:
+                self._drop("replay does not answer", operations)
+            self._lose("replay does not answer")
+            self.last_seq = -1
+        if self._degraded or not self._replay_wanted:
+            self._release(now_s, operations)
+        return operations
+
+    def _release(self, now_s: float, out: list[Operation]) -> None:
+        held, self._pending = self._pending, deque(maxlen=_MAX_PENDING)
+        for delivery in held:
+            if self._replay_wanted and not self._degraded:
+                self._hold(delivery)
+            else:
+                self._live(delivery, now_s, out)
+
+    # -- connection
+
+    def connected(self, now_s: float) -> list[Operation]:
+        """The live socket is connected, for the first time or again."""
+        operations: list[Operation] = []
+        again = self._proof_at_s is not None
+        self._connected = True
+        if self._replayable:
+            self._replay_wanted = True
+        if again and (not self._replayable or self._degraded):
+            # Who knows what was published, or by whom, while nobody listened.
+            self._drop("reconnected without replay", operations)
+            self.last_seq = -1
+        return operations
+
+    def disconnected(self) -> None:
+        """The live socket has lost its peer."""
+        self._connected = False
+
+    def vouch(self, now_s: float) -> None:
+        """Renew by an unbroken connection, where there is no replay to ask."""
+        if self._connected and (not self._replayable or self._degraded):
+            if self._complete is None:
+                self._lose("joined without replay")
+            self._renew(now_s)
+
+    # -- changes of state
+
+    def _renew(self, at_s: float) -> None:
+        self._proof_at_s = max(at_s, self._proof_at_s or at_s)
+
+    def _apply(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
+        if self.last_seq < 0:
+            self._complete = delivery.seq == 0
+        self.last_seq = delivery.seq
+        self._last_digest = delivery.digest
+        self._recent[delivery.seq] = delivery.digest
+        if len(self._recent) > _RECENT_BATCHES:
+            del self._recent[next(iter(self._recent))]
+        self.batches += 1
+        self.last_batch_at_s = now_s
+        batch = delivery.batch
+        if batch is None or batch.malformed:
+            # A removal may have been in it.
+            self._drop("a batch could not be read", out)
+            return
+        if self.ledger.apply(batch.events, out):
+            self._complete = True
+            self._partial_reason = ""
+
+    def _begin_life(self, reason: str, out: list[Operation]) -> None:
+        self.counts["restart"] += 1
+        self._clear(reason, out)
+        self.ledger.forget_shape()
+        self._recent.clear()
+        self.last_seq = -1
+        self._complete = None
+        self._partial_reason = ""
+
+    def _drop(self, reason: str, out: list[Operation]) -> None:
+        self.counts["dropped"] += 1
+        self._clear(reason, out)
+        self._lose(reason)
+
+    def _clear(self, reason: str, out: list[Operation]) -> None:
+        self.life += 1
+        self.ledger.clear()
+        out.append(NewEpoch(reason))
+
+    def _lose(self, reason: str) -> None:
+        self._complete = False
+        self._partial_reason = reason

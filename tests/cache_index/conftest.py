@@ -1,0 +1,34 @@
+"""Servers and waiting, shared by the index's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from cache_index.embedded import EmbeddedServer
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[EmbeddedServer]:
+    """One Valkey for a module; tests keep apart by namespace."""
+    embedded = EmbeddedServer()
+    await embedded.ensure()
+    yield embedded
+    await embedded.close()
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> str:
+    return f"test-{abs(hash(request.node.nodeid))}"
+
+
+async def eventually(check: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait until `check` holds; what it says last is in the failure."""
+    end_s = time.monotonic() + timeout_s
+    while not (last := check()):
+        assert time.monotonic() < end_s, f"still {last!r} after {timeout_s} s"
+        await asyncio.sleep(0.01)
