@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
@@ -170,8 +170,8 @@ async def drive(port: int, requests: list[bytes], concurrency: int) -> float:
     return time.perf_counter() - started
 
 
-@contextmanager
-def gateway(ports: list[int]) -> Iterator[tuple[int, int]]:
+@asynccontextmanager
+async def gateway(ports: list[int]) -> AsyncIterator[tuple[int, int]]:
     """`kvroute serve` on core 0: (pid, port)."""
     replicas = [part for p in ports for part in ("--replica", f"http://127.0.0.1:{p}")]
     command = ["taskset", "-c", "0", sys.executable, "-m", "router.cli", "serve", "--port", "0"]
@@ -179,15 +179,16 @@ def gateway(ports: list[int]) -> Iterator[tuple[int, int]]:
     process = subprocess.Popen([*command, *options, *replicas], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        line = process.stdout.readline()
+        # In a thread: the replicas that the gateway probes at its start are in this process.
+        line = await asyncio.to_thread(process.stdout.readline)
         yield process.pid, int(line.rsplit(":", 1)[1])
     finally:
         process.terminate()
         process.wait(20)
 
 
-@contextmanager
-def nginx(ports: list[int]) -> Iterator[tuple[int, int]]:
+@asynccontextmanager
+async def nginx(ports: list[int]) -> AsyncIterator[tuple[int, int]]:
     """nginx on core 0 with one worker and keep-alive to the replicas: (pid, port)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -208,7 +209,7 @@ proxy_request_buffering off; }} }} }}
         path.write_text(text)
         process = subprocess.Popen(["taskset", "-c", "0", "nginx", "-c", str(path)])
         try:
-            time.sleep(0.5)
+            await asyncio.sleep(0.5)
             yield process.pid, port
         finally:
             process.terminate()
@@ -226,7 +227,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[flo
     figures: dict[str, dict[str, list[float]]] = {}
     for repeat in range(arguments.repeats):
         for name, start in targets.items():
-            with start(ports) as (pid, port):
+            async with start(ports) as (pid, port):
                 for size, count in ((0, arguments.requests), (32_000, arguments.requests // 5)):
                     batch = [request_bytes(size, repeat * count + i) for i in range(count)]
                     await drive(port, batch[: count // 10], arguments.concurrency)

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cache_index.service import CacheIndex
 from cache_index.types import SourceSpec, SourceStatus
 from router.config import Settings
 from router.errors import InvalidRequest, RequestError
@@ -84,14 +85,11 @@ class Gateway:
         registry = CollectorRegistry()
         fleet = Fleet(Replica.from_config(each, settings) for each in settings.replicas)
         load = FleetLoad(settings.prefill_tokens_per_s, time.monotonic)
-        if index is None:
-            from cache_index.service import CacheIndex
-
-            index = CacheIndex(
-                redis_url=settings.redis_url,
-                base_unit_tokens=settings.base_unit_tokens,
-                registry=registry,
-            )
+        index = index or CacheIndex(
+            redis_url=settings.redis_url,
+            base_unit_tokens=settings.base_unit_tokens,
+            registry=registry,
+        )
         metrics = Metrics(registry)
         registry.register(FleetCollector(fleet, load))
         placer = Placer(

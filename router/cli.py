@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from router.config import load_settings
 from router.errors import ConfigError
 
 COMMANDS_GROUP = "kvroute.commands"
+
 
 app = typer.Typer(
     name="kvroute",
@@ -87,14 +89,17 @@ def serve(
 
 def main() -> None:
     """Entry point of the console script."""
-    _add_commands()
+    _add_commands(sys.argv[1:])
     app()
 
 
-def _add_commands() -> None:
-    """Commands of packages that the gateway itself must not import."""
+def _add_commands(arguments: list[str]) -> None:
+    """Commands of packages that the gateway itself must not import, loaded only when asked for."""
+    wanted = next((each for each in arguments if not each.startswith("-")), None)
     for entry in sorted(entry_points(group=COMMANDS_GROUP), key=lambda each: each.name):
-        app.command(entry.name)(entry.load())
+        if wanted in (None, entry.name):
+            command = entry.load()
+            app.command(entry.name, epilog=getattr(command, "epilog", None))(command)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ class Placer:
             running_cost_s=self._running_cost_s,
         )
         choice = self._policy(snapshot)
-        replica, rank = ranks[choice.index]
-        credit = snapshot.candidates[choice.index].matched_tokens
+        replica, rank = ranks[choice.chosen]
+        credit = snapshot.candidates[choice.chosen].matched_tokens
         return Placement(replica, rank, credit, max(prompt.tokens - credit, 1), choice.scores)
 
     @staticmethod

@@ -21,8 +21,10 @@ from typing import Any
 
 import orjson
 
+from router.call import Call
 from router.config import Settings
 from router.errors import (
+    BodyTimeout,
     ClientGone,
     KvrouteError,
     ModelNotFound,
@@ -47,7 +49,6 @@ from router.wire import (
     Send,
     forwarded,
     read_body,
-    request_id,
     send_error,
     upstream_headers,
 )
@@ -61,53 +62,6 @@ MAX_CUT_ATTEMPTS = 2
 """A request that makes replicas drop it is not carried through the whole fleet."""
 CLIENT_LEFT = 499
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
-
-
-class Call:
-    """One request being served: what was received, and how far the answer has come."""
-
-    __slots__ = (
-        "exchange",
-        "gone",
-        "headers",
-        "path",
-        "placement",
-        "receive",
-        "request_id",
-        "send",
-        "started",
-        "started_at_s",
-        "status",
-        "target",
-    )
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.path: str = scope["path"]
-        query: bytes = scope.get("query_string", b"")
-        self.target = self.path.encode() + (b"?" + query if query else b"")
-        self.headers: Headers = scope["headers"]
-        self.receive = receive
-        self.send = send
-        self.request_id = request_id(self.headers)
-        self.started_at_s = time.perf_counter()
-        self.exchange: Exchange | None = None
-        self.placement: Placement | None = None
-        self.gone = False
-        self.started = False
-        self.status = 0
-
-    async def watch(self) -> None:
-        """Wait for the client to leave, then end the upstream request."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        if self.exchange is not None:
-            self.exchange.abort()
-
-    def check(self) -> None:
-        """Raise ClientGone once the client has left."""
-        if self.gone:
-            raise ClientGone
 
 
 class Relay:
@@ -129,6 +83,7 @@ class Relay:
         self._identifier = identifier
         self._metrics = metrics
         self._inflight = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def inflight(self) -> int:
@@ -137,17 +92,23 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; never raises but for cancellation."""
-        call = Call(scope, receive, send)
+        if self._loop is None:
+            # Kept, because asking for the running loop is a system call in Python 3.11.
+            self._loop = asyncio.get_running_loop()
+        call = Call(scope, receive, send, self._loop)
         self._inflight += 1
         try:
             if self._inflight > self._settings.max_inflight:
                 raise Overloaded("Too many requests at once (max_inflight); try again later.")
-            async with asyncio.timeout(self._settings.request_timeout_s):
-                await self._serve(call)
+            await self._serve(call)
         except ClientGone:
             call.status = CLIENT_LEFT
+        except asyncio.CancelledError:
+            if call.expired is None:
+                raise  # the server is shutting down
+            await self._end_badly(call, call.expired)
         except TimeoutError:
-            message = "The replica did not answer in time (idle_timeout_s, request_timeout_s)."
+            message = "The replica was silent for too long (idle_timeout_s)."
             await self._end_badly(call, ReplicaTimeout(message))
         except RequestError as error:
             await self._end_badly(call, error)
@@ -157,21 +118,21 @@ class Relay:
             logger.exception("request %s failed", call.request_id.decode())
             await self._end_badly(call, RequestError("The gateway failed; the log says why."))
         finally:
+            call.disarm()
             self._inflight -= 1
             self._account(call)
 
     async def _serve(self, call: Call) -> None:
         settings = self._settings
-        body = await read_body(
-            call.headers,
-            call.receive,
-            max_bytes=settings.max_body_bytes,
-            timeout_s=settings.body_timeout_s,
-        )
+        slow = f"The request body did not arrive within {settings.body_timeout_s:g} s."
+        call.arm(settings.body_timeout_s, BodyTimeout(slow))
+        body = await read_body(call.headers, call.receive, max_bytes=settings.max_body_bytes)
+        late = "The request took longer than request_timeout_s."
+        call.arm(settings.request_timeout_s, ReplicaTimeout(late))
         arrived_s = time.perf_counter()
         request = parse_request(call.path, body)
         replicas = self._serving(request.model)
-        watcher = asyncio.create_task(call.watch())
+        watcher = call.watch_in_background()
         try:
             prompt = await self._identifier.identify(request, replicas, call.headers, len(body))
             matched = self._placer.match(prompt, replicas)

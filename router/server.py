@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from router.config import Settings
 from router.errors import ConfigError
 
 BACKLOG = 2048
+GC_THRESHOLD = 20_000
 
 
 class _CutAnswers(logging.Filter):
@@ -48,6 +50,7 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> None:
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(int(settings.drain_s), 1),
@@ -65,9 +68,17 @@ class _AnnouncingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
+            _settle_garbage()
             host, port = sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"kvroute: listening on http://{shown}:{port}", flush=True)
+
+
+def _settle_garbage() -> None:
+    """What start-up made lives for ever: the collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -154,7 +154,8 @@ def _independent(layout: dict[str, Any], added: list[dict[str, Any]]) -> bool:
     """No token eats its neighbours' spaces and nothing is put before the first piece."""
     stripping = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
     normalized = layout.get("normalizer") is not None and any(t["normalized"] for t in added)
-    prefixing = re.search(r'"(Metaspace|Prepend)"|"add_prefix_space": ?true', json.dumps(layout))
+    before = json.dumps([layout.get("normalizer"), layout.get("pre_tokenizer")])
+    prefixing = re.search(r'"(Metaspace|Prepend)"|"add_prefix_space": true', before)
     return not (stripping or normalized or prefixing)
 
 

@@ -41,7 +41,7 @@ class Exchange(asyncio.Protocol):
 
     def __init__(self, pool: ReplicaPool, loop: asyncio.AbstractEventLoop) -> None:
         self._pool = pool
-        self._loop = loop
+        self.loop = loop
         self._transport: asyncio.Transport | None = None
         self._closed = False
         self.reused = False
@@ -128,8 +128,8 @@ class Exchange(asyncio.Protocol):
             self._transport.abort()
 
     async def _wait(self, idle_s: float) -> None:
-        self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(idle_s, self._expire, self._waiter)
+        self._waiter = self.loop.create_future()
+        timer = self.loop.call_later(idle_s, self._expire, self._waiter)
         try:
             await self._waiter
         finally:
@@ -190,7 +190,7 @@ class Exchange(asyncio.Protocol):
         self.resume_writing()
 
     def pause_writing(self) -> None:
-        self._drain = self._loop.create_future()
+        self._drain = self.loop.create_future()
 
     def resume_writing(self) -> None:
         if self._drain is not None and not self._drain.done():
@@ -237,10 +237,11 @@ class ReplicaPool:
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
         self._idle: list[Exchange] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def acquire(self, *, fresh: bool = False) -> Exchange:
         """An idle connection, or a new one. Raises UpstreamUnavailable."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         oldest_s = loop.time() - self._keepalive_s
         while self._idle and not fresh:
             exchange = self._idle.pop()
@@ -263,7 +264,7 @@ class ReplicaPool:
 
     def put(self, exchange: Exchange) -> None:
         """Keep a connection whose exchange has ended."""
-        exchange.idle_since_s = asyncio.get_running_loop().time()
+        exchange.idle_since_s = exchange.loop.time()
         self._idle.append(exchange)
 
     def discard(self, exchange: Exchange) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
+
+# Named tuples, because a decision builds one of these for every rank of the fleet.
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One rank that may serve the request, as known when the decision is made.
 
     `matched_tokens` are prompt tokens whose KV it holds; `queued_tokens` uncached prompt tokens
@@ -24,8 +25,7 @@ class Candidate:
     running: int
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Everything a decision depends on. `turn` counts decisions; `draw` is uniform in [0, 1)."""
 
     prompt_tokens: int
@@ -35,11 +35,10 @@ class Snapshot:
     running_cost_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Index into the snapshot's candidates and the score of each; the least score wins."""
+class Choice(NamedTuple):
+    """The chosen candidate's place in the snapshot, and every one's score: the least wins."""
 
-    index: int
+    chosen: int
     scores: tuple[float, ...]
 
 

@@ -1,0 +1,77 @@
+"""Settings: where they come from, who wins, and that errors name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from router.config import Settings, load_settings
+from router.errors import ConfigError
+
+REPLICA = [{"url": "http://a:8000"}]
+
+
+def test_flags_win_over_environment_over_yaml_over_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kvroute.yaml"
+    path.write_text("port: 1\npolicy: random\nhost: 0.0.0.0\nreplicas: [{url: 'http://y:1/'}]\n")
+    monkeypatch.setenv("KVROUTE_PORT", "2")
+    monkeypatch.setenv("KVROUTE_POLICY", "least_load")
+    settings = load_settings(path, port=3, host=None)
+    assert (settings.port, settings.policy, settings.host) == (3, "least_load", "0.0.0.0")
+    assert (settings.replicas[0].url, settings.replicas[0].name) == ("http://y:1", "y:1")
+    assert settings.drain_s == 30.0
+
+
+def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTE_REPLICAS", '[{"url": "http://e:1", "name": "east"}]')
+    assert [each.name for each in load_settings().replicas] == ["east"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({}, "replicas: none given"),
+        ({"replicas": REPLICA, "policy": "best"}, "policy: Input should be 'cost'"),
+        ({"replicas": REPLICA, "port": 70000}, "port: "),
+        ({"replicas": REPLICA, "prot": 1}, "prot: .*no such setting"),
+        ({"replicas": [{"url": "a:8000"}]}, "replicas.0.url: 'a:8000' is not a base URL"),
+        ({"replicas": [{"url": "http://a:x"}]}, "replicas.0.url: "),
+        ({"replicas": [{"url": "http://a", "kv_events": [{}]}]}, "replicas.0.kv_events.0.endpoint"),
+        ({"replicas": REPLICA * 2}, "replicas: the name 'a:8000' is used more than once"),
+    ],
+)
+def test_errors_name_the_field(flags: dict[str, object], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        load_settings(**flags)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "\x00"])
+def test_a_yaml_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_settings(path)
+
+
+def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_settings(tmp_path / "absent.yaml")
+
+
+def test_an_environment_value_that_is_not_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTE_REPLICAS", "[{")
+    with pytest.raises(ConfigError, match="replicas"):
+        load_settings()
+
+
+def test_every_setting_is_in_the_readme() -> None:
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text("utf-8")
+    missing = [name for name in Settings.model_fields if f"`{name}`" not in readme]
+    assert missing == []
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert [n for n, field in Settings.model_fields.items() if not field.description] == []
