@@ -1,0 +1,48 @@
+"""The `loadgen` command."""
+
+from __future__ import annotations
+
+import typer
+
+EPILOG = """**Examples**
+
+`loadgen replica --replicas 4 --port 8100` serves four simulated vLLM replicas on ports 8100 to 8103
+
+`loadgen replica --blocks 2000 --prefill-a 0.00025` with a cache of 2,000 blocks, 4,000 tokens/s
+
+`kvroute demo` compares routing policies on such replicas and prints a table
+"""
+
+# Arguments are the subcommand's own to parse, --help included.
+_FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    name="loadgen",
+    help="Experiments around kvroute: simulated vLLM replicas, workloads, measurements.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@app.callback(epilog=EPILOG)
+def _root() -> None:
+    """Subcommands are listed below."""
+
+
+@app.command(context_settings=_FORWARD)
+def replica(context: typer.Context) -> None:
+    """Serve simulated vLLM replicas: HTTP, prefix cache, batching in real time, KV events."""
+    from loadgen.replica.command import replica as serve  # loads the engine; --help need not wait
+
+    command = typer.Typer(add_completion=False)
+    command.command()(serve)
+    command(args=context.args, prog_name="loadgen replica")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

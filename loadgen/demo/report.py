@@ -1,0 +1,136 @@
+"""What the demo found: a table, a sentence, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
+
+from rich.table import Table
+
+from loadgen.demo.experiment import Measured, Prepared
+from loadgen.demo.settings import BASELINE
+from loadgen.stats import Summary
+
+ORACLE = "oracle"
+CHOICE = "cost"
+# A gap between baseline and oracle under this is too small to say what share of it was won.
+MIN_GAP_S = 1e-3
+
+
+def table(prepared: Prepared, measured: Mapping[str, Measured]) -> Table:
+    """One line per policy and one for the oracle."""
+    grid = Table(title=_title(prepared), title_justify="left", title_style="")
+    grid.add_column("policy")
+    for name in ("TTFT mean", "p50", "p99", "cached", "largest share", "requests", "errors"):
+        grid.add_column(name, justify="right")
+    for policy, row in _rows(prepared, measured).items():
+        grid.add_row(policy, *_cells(row, prepared.settings.replicas))
+    return grid
+
+
+def _title(prepared: Prepared) -> str:
+    return (
+        f"{prepared.workload.name}, {prepared.workload.requests} requests,"
+        f" {prepared.plan.prompt_tokens:,} prompt tokens, {prepared.settings.replicas} replicas;"
+        f" working set {prepared.working_set_over_cache:.1f} x one replica's cache"
+    )
+
+
+def _rows(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Summary]:
+    return {name: one.row for name, one in measured.items()} | {ORACLE: prepared.bound}
+
+
+def _cells(row: Summary, replicas: int) -> tuple[str, ...]:
+    times = (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p99_s)
+    return (
+        *(f"{time_s * 1000:,.0f} ms" if isfinite(time_s) else "-" for time_s in times),
+        f"{row.cached_fraction:.1%}",
+        f"{row.hotspot / replicas:.1%}",
+        str(row.requests),
+        str(row.errors),
+    )
+
+
+def gap_recovered(baseline: Summary, choice: Summary, bound: Summary) -> float | None:
+    """Share of what is possible over the baseline, by mean TTFT; None if that is next to nothing.
+
+    Not clipped: below 0 is worse than the baseline, above 1 better than the oracle.
+    """
+    gap_s = baseline.ttft_mean_s - bound.ttft_mean_s
+    if not isfinite(gap_s) or gap_s < MIN_GAP_S:
+        return None
+    won = (baseline.ttft_mean_s - choice.ttft_mean_s) / gap_s
+    return won if isfinite(won) else None
+
+
+def sentence(prepared: Prepared, measured: Mapping[str, Measured]) -> str:
+    """What was gained, in numbers; names what failed where something did."""
+    failed = {name: one.row.errors for name, one in measured.items() if one.row.errors}
+    if failed:
+        return "Requests failed, so nothing is compared: " + _listed(failed)
+    if not {BASELINE, CHOICE} <= measured.keys():
+        return f"Run {BASELINE} and {CHOICE} together to see what is gained."
+    before, after = measured[BASELINE].row, measured[CHOICE].row
+    text = (
+        f"{CHOICE} answers with the first token after {after.ttft_mean_s * 1000:.0f} ms on average"
+        f" instead of {before.ttft_mean_s * 1000:.0f} ms under {BASELINE}"
+        f" ({before.ttft_mean_s / after.ttft_mean_s:.1f} times as fast), reusing"
+        f" {after.cached_fraction:.0%} of the prompt tokens instead of {before.cached_fraction:.0%}"
+    )
+    won = gap_recovered(before, after, prepared.bound)
+    return text + (f": {won:.0%} of what the oracle gains." if won is not None else ".")
+
+
+def _listed(errors: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} under {policy}" for policy, count in errors.items()) + "."
+
+
+def warning(measured: Mapping[str, Measured]) -> str | None:
+    """Says so when the client was too late for the run to mean anything."""
+    late = [
+        f"{policy} ({one.lag_p99_s * 1000:.0f} ms)"
+        for policy, one in measured.items()
+        if not one.valid
+    ]
+    if not late:
+        return None
+    return f"Invalid: requests were sent late (p99) under {', '.join(late)}; is the machine busy?"
+
+
+def as_json(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """The result as plain values; a number that does not exist is None."""
+    policies = {policy: _row_json(row) for policy, row in _rows(prepared, measured).items()}
+    for policy, one in measured.items():
+        policies[policy] |= {
+            "duration_s": one.duration_s,
+            "lag_p99_s": one.lag_p99_s,
+            "valid": one.valid,
+        }
+    won = None
+    if {BASELINE, CHOICE} <= measured.keys():
+        won = gap_recovered(measured[BASELINE].row, measured[CHOICE].row, prepared.bound)
+    settings = asdict(prepared.settings)
+    settings["trace"] = prepared.settings.trace.name if prepared.settings.trace else None
+    return {
+        "working_set_over_cache": prepared.working_set_over_cache,
+        "policies": policies,
+        "gap_recovered": won,
+        "valid": all(one.valid for one in measured.values()),
+        "workload": {
+            "name": prepared.workload.name,
+            "requests": prepared.workload.requests,
+            "prompt_tokens": prepared.plan.prompt_tokens,
+            "distinct_blocks": prepared.plan.distinct_blocks,
+        },
+        "settings": settings,
+        "engine": asdict(prepared.model),
+    }
+
+
+def _row_json(row: Summary) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not isfinite(value) else value
+        for name, value in asdict(row).items()
+    }
