@@ -41,7 +41,7 @@ class KVPublisher:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         *,
         host: str,
         port: int = 0,
@@ -55,8 +55,8 @@ class KVPublisher:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._next_seq = 0
         self._task: asyncio.Task[None] | None = None
-        self._pub: zmq.Socket[bytes] = zmq.Socket.shadow(context.socket(zmq.PUB))
-        self._router: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
+        self._router = zmq.asyncio.Socket(context, zmq.ROUTER)
         self._pub.set_hwm(_PUB_HWM_MESSAGES)
         # A replay answer may exceed the default mark, and ROUTER drops what is above it.
         self._router.set(zmq.SNDHWM, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from loadgen.replica.api import ReplicaAPI, Served
 from loadgen.replica.engine import Engine
@@ -87,7 +87,7 @@ class Fleet:
         vocabulary = build_vocabulary(tokenizer.encode, tokenizer.token_texts())
         length = min(config.max_model_len_tokens, config.engine.capacity_tokens)
         generator = Generator(tokenizer, vocabulary, length)
-        context = zmq.asyncio.Context()
+        context = zmq.Context[zmq.Socket[bytes]]()
         self._stack.callback(context.term)
         try:
             for number in range(config.replicas):
@@ -110,7 +110,7 @@ class Fleet:
         return {"replicas": [replica.describe() for replica in self.replicas]}
 
     async def _start(
-        self, number: int, generator: Generator, context: zmq.asyncio.Context
+        self, number: int, generator: Generator, context: zmq.Context[zmq.Socket[bytes]]
     ) -> Replica:
         config = self._config
         ranks: list[RankRunner] = []
@@ -127,7 +127,7 @@ class Fleet:
         await server.start(config.host, config.port and config.port + number)
         return Replica(server, config.host, ranks)
 
-    def _rank(self, rank: int, context: zmq.asyncio.Context) -> RankRunner:
+    def _rank(self, rank: int, context: zmq.Context[zmq.Socket[bytes]]) -> RankRunner:
         config = self._config
         publisher = KVPublisher(
             context,

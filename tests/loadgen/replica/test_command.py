@@ -1,0 +1,56 @@
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+COMMAND = (sys.executable, "-m", "loadgen.replica")
+
+
+@asynccontextmanager
+async def running(*options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Any]]:
+    """The process and its start-up line; killed if it is still there at the end."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*COMMAND, *options, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(20):
+            yield process, json.loads(await process.stdout.readline())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_start_up_line_and_sigterm() -> None:
+    async with running("--replicas", "2", "--ranks", "2") as (process, line):
+        assert len({replica["url"] for replica in line["replicas"]}) == 2
+        for replica in line["replicas"]:
+            assert len(set(replica["kv_events"] + replica["replay"])) == 4
+            async with httpx.AsyncClient(base_url=replica["url"]) as client:
+                assert (await client.get("/health")).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        assert process.stdout is not None
+        assert await process.stdout.read() == b""
+
+
+async def test_ends_with_its_standard_input() -> None:
+    async with running("--exit-on-stdin-eof") as (process, _line):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert await process.wait() == 0
+
+
+async def test_problems_are_one_line_and_an_exit_code() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "--tokenizer", "/nonexistent", stderr=asyncio.subprocess.PIPE
+    )
+    _, error = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 1
+    assert error.startswith(b"loadgen replica: ")
+    assert error.count(b"\n") == 1
