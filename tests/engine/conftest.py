@@ -41,7 +41,8 @@ def engine() -> Engine:
     try:
         return find_engine(engine_folder())
     except EngineMissing as error:
-        pytest.fail(str(error), pytrace=False)
+        missing = str(error)
+    pytest.fail(missing, pytrace=False)
 
 
 @pytest.fixture(scope="session")
