@@ -8,7 +8,7 @@ from typing import Any
 
 from loadgen.replica.generation import Sample
 from loadgen.replica.logprobs import chat_logprobs, completion_logprobs
-from loadgen.replica.requests import ChatRequest, CompletionRequest, GenerationFields
+from loadgen.replica.requests import ChatRequest, CompletionRequest
 from loadgen.replica.text import ReplicaTokenizer
 
 JSON = dict[str, Any]
@@ -199,8 +199,3 @@ def total_usage(samples: Sequence[Sample], cached_tokens: int, generated_tokens:
     """Usage over all choices; a prompt counts once however many samples it has."""
     prompts = {id(sample.prompt_ids): len(sample.prompt_ids) for sample in samples}
     return Usage(sum(prompts.values()), generated_tokens, cached_tokens)
-
-
-def frame_of(request: GenerationFields, answer_id: str, created_s: int, model: str) -> Frame:
-    """The leading fields; the model is named as the client named it."""
-    return Frame(answer_id, created_s, request.model or model)

@@ -12,13 +12,13 @@ needs a block, fills one or ends, so a step is cheap however large its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import ceil, inf
 
 from loadgen.replica.blocks import BlockPool
+from loadgen.replica.content import BlockContent
 from loadgen.replica.errors import DuplicateRequest, EngineError, RequestTooLong
-from loadgen.replica.events import BlockRemoved, BlocksCleared, BlocksStored, KVEvent
-from loadgen.replica.hashing import chain, root_hash
+from loadgen.replica.events import BlockRemoved, BlocksCleared, KVEvent
 from loadgen.replica.model import (
     EngineModel,
     EngineRequest,
@@ -60,8 +60,9 @@ class Engine:
     ) -> None:
         self.model = model
         self.stats = EngineStats()
-        self._seed = seed
-        self._vocabulary = vocabulary or Vocabulary.numbers()
+        self._content = BlockContent(
+            model.block_size_tokens, seed, vocabulary or Vocabulary.numbers()
+        )
         self._record_events = record_events
         self._events: list[KVEvent] = []
         self._pool = BlockPool(model.blocks, self._block_removed)
@@ -102,8 +103,7 @@ class Engine:
 
     def hashes(self, prompt_ids: Sequence[int], salt: str = "", adapter: str = "") -> list[int]:
         """Block hashes of a prompt, one per full block; equal for engines of equal seed."""
-        root = root_hash(self._seed, salt, adapter)
-        return chain(root, prompt_ids, self.model.block_size_tokens)
+        return self._content.prompt_hashes(prompt_ids, salt, adapter)
 
     def cached_tokens(self, prompt_ids: Sequence[int], salt: str = "", adapter: str = "") -> int:
         """Tokens of this prompt that a request would reuse if it were admitted now."""
@@ -358,7 +358,7 @@ class Engine:
         run.blocks = []
         run.computed = run.stored = 0
         run.target = len(run.request.prompt_ids) + run.emitted
-        self._extend_hashes(run, run.target // self.model.block_size_tokens)
+        self._content.extend(run, run.target // self.model.block_size_tokens)
         self._waiting.push(run)
         self._head_blocked = False
         self.stats.preemptions_total += 1
@@ -378,46 +378,19 @@ class Engine:
         full = run.computed // self.model.block_size_tokens
         if full <= run.stored:
             return
-        self._extend_hashes(run, full)
+        self._content.extend(run, full)
         start, run.stored = run.stored, full
         self._pool.store(run.blocks[start:full], run.hashes[start:full])
         if self._record_events:
-            self._events.append(self._stored_event(run, start, full))
-
-    def _stored_event(self, run: Run, start: int, end: int) -> BlocksStored:
-        size = self.model.block_size_tokens
-        return BlocksStored(
-            hashes=run.hashes[start:end],
-            parent=run.hashes[start - 1] if start else None,
-            token_ids=run.tokens[start * size : end * size],
-            block_size_tokens=size,
-            salt=run.request.salt,
-            adapter=run.request.adapter,
-            session_id=run.request.session_id,
-        )
-
-    def _extend_hashes(self, run: Run, blocks: int) -> None:
-        known = len(run.hashes)
-        if known >= blocks:
-            return
-        if run.tokens is run.request.prompt_ids:
-            run.tokens = [*run.request.prompt_ids, *self._reply(run.request)]
-        size = self.model.block_size_tokens
-        parent = run.hashes[-1] if known else run.root
-        run.hashes += chain(parent, run.tokens[known * size : blocks * size], size)
-
-    def _reply(self, request: EngineRequest) -> Iterable[int]:
-        if request.reply_ids is not None:
-            return request.reply_ids
-        return reply_tokens(request.prompt_ids, request.max_tokens, self._vocabulary)
+            self._events.append(self._content.stored(run, start, full))
 
     # Small things
 
     def _new_run(self, request: EngineRequest, now_s: float) -> Run:
-        root = root_hash(self._seed, request.salt, request.adapter)
+        salt, adapter = request.salt, request.adapter
         known = request.hashes
         if known is None:
-            known = chain(root, request.prompt_ids, self.model.block_size_tokens)
+            known = self._content.prompt_hashes(request.prompt_ids, salt, adapter)
         self._arrivals += 1
         by_priority = self.model.policy is SchedulingPolicy.PRIORITY
         return Run(
@@ -425,7 +398,7 @@ class Engine:
             seq=self._arrivals,
             priority=request.priority if by_priority else 0,
             arrived_s=now_s,
-            root=root,
+            root=self._content.root(salt, adapter),
             hashes=list(known),
         )
 

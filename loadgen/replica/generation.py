@@ -7,7 +7,7 @@ to finish are known in advance; the engine decides only when each token comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadgen.replica.errors import RequestRefused
 from loadgen.replica.reply import Vocabulary, natural_length_tokens, reply_tokens
@@ -63,8 +63,12 @@ class Generator:
         ends = natural and length < limit
         if ends and eos is not None:
             ids.append(eos)
+        reason = "stop" if ends else "length"
+        stop_token = _cut_at_stop_token(ids, request.stop_token_ids or ())
+        if stop_token is not None:
+            reason = "stop"
         pieces = self._pieces(ids, request.skip_special_tokens)
-        sample = Sample(index, prompt, ids, pieces, "stop" if ends else "length")
+        sample = Sample(index, prompt, ids, pieces, reason, stop_token)
         stops = request.stops()
         return _stopped(sample, stops, request.include_stop_str_in_output) if stops else sample
 
@@ -97,6 +101,15 @@ class Generator:
         return [detokenizer.push(token, final=i == last) for i, token in enumerate(ids)]
 
 
+def _cut_at_stop_token(ids: list[int], stops: Sequence[int]) -> int | None:
+    """Shorten `ids` to end with the first stop token, which is returned."""
+    for place, token in enumerate(ids if stops else ()):
+        if token in stops:
+            del ids[place + 1 :]
+            return token
+    return None
+
+
 def _stopped(sample: Sample, stops: Sequence[str], include: bool) -> Sample:
     """The sample cut at the first stop string.
 
@@ -115,13 +128,13 @@ def _stopped(sample: Sample, stops: Sequence[str], include: bool) -> Sample:
             end = start + len(text) if include else start
             pieces.append(seen[shown:end])
             ids = sample.ids[: place + 1]
-            return Sample(sample.index, sample.prompt_ids, ids, pieces, "stop", text)
+            return replace(sample, ids=ids, pieces=pieces, finish_reason="stop", stop_reason=text)
         ready = max(shown, len(seen) - hold)
         pieces.append(seen[shown:ready])
         shown = ready
     if pieces:
         pieces[-1] += seen[shown:]
-    return Sample(sample.index, sample.prompt_ids, sample.ids, pieces, sample.finish_reason)
+    return replace(sample, pieces=pieces)
 
 
 def _first_stop(text: str, stops: Sequence[str], start: int) -> tuple[int, str] | None:

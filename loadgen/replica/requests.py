@@ -30,6 +30,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     min_tokens: NonNegative | None = 0
     n: Positive | None = 1
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -12,11 +12,12 @@ from typing import Any
 
 import zmq
 
-from loadgen.replica.api import ReplicaAPI, Served
+from loadgen.replica.api import ReplicaAPI
 from loadgen.replica.engine import Engine
 from loadgen.replica.generation import Generator
 from loadgen.replica.http import HTTPServer
 from loadgen.replica.model import EngineModel
+from loadgen.replica.prompts import Served
 from loadgen.replica.publisher import KVPublisher, ReplayFraming
 from loadgen.replica.rank import RankRunner
 from loadgen.replica.reply import build_vocabulary

@@ -187,6 +187,15 @@ async def test_stop_strings_cut_the_text(client: httpx.AsyncClient, include: boo
     assert "".join(deltas) == expected
 
 
+async def test_stop_tokens_end_the_reply(client: httpx.AsyncClient) -> None:
+    body = chat(max_tokens=40, return_token_ids=True)
+    ids = (await post(client, CHAT, body))["choices"][0]["token_ids"]
+    stop = ids[5]
+    choice = (await post(client, CHAT, {**body, "stop_token_ids": [stop]}))["choices"][0]
+    assert choice["token_ids"] == ids[: ids.index(stop) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
 async def test_a_reply_without_limit_ends_by_itself(client: httpx.AsyncClient) -> None:
     body = chat()
     del body["max_tokens"]

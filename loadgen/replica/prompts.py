@@ -1,0 +1,80 @@
+"""From a request to its prompt's token ids, under the names that one replica serves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from uuid import uuid4
+
+from loadgen.replica.answers import Frame
+from loadgen.replica.errors import RequestRefused
+from loadgen.replica.http import HTTPRequest
+from loadgen.replica.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    completion_prompts,
+    plain_messages,
+)
+from loadgen.replica.text import ReplicaTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one replica serves under which names."""
+
+    model: str
+    adapters: tuple[str, ...]
+    max_model_len_tokens: int
+    started_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Reads what every generating or rendering route needs from a request.
+
+    All methods raise RequestRefused for what vLLM refuses.
+    """
+
+    served: Served
+    tokenizer: ReplicaTokenizer
+
+    def adapter(self, name: str | None) -> str:
+        """The adapter a model name stands for, "" for the model itself."""
+        if not name or name == self.served.model:
+            return ""
+        if name in self.served.adapters:
+            return name
+        raise RequestRefused(
+            f"The model `{name}` does not exist.", status=404, kind="NotFoundError", param="model"
+        )
+
+    def frame(self, http: HTTPRequest, request: GenerationFields, prefix: str) -> Frame:
+        """Id, time and model name of the answer."""
+        given = http.headers.get("x-request-id") or request.request_id
+        model = request.model or self.served.model
+        return Frame(prefix + (given or uuid4().hex), int(time.time()), model)
+
+    def chat_ids(self, request: ChatRequest) -> list[int]:
+        """Token ids of the rendered conversation."""
+        text = self.tokenizer.render(
+            plain_messages(request.messages),
+            tools=None if request.tool_choice == "none" else request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            arguments=request.chat_template_kwargs,
+        )
+        return self.tokenizer.encode(text)
+
+    def completion_ids(self, request: CompletionRequest) -> list[list[int]]:
+        """Token ids of each prompt."""
+        return [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.checked(prompt)
+            for prompt in completion_prompts(request.prompt)
+        ]
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """`ids`, all of them in the vocabulary."""
+        for token in ids:
+            if not 0 <= token < self.tokenizer.size:
+                raise RequestRefused(f"Token id {token} is out of vocabulary", param="prompt")
+        return ids

@@ -1,0 +1,213 @@
+"""Routes that answer at once: tokens, and the state of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from loadgen.replica.answers import ChatFormat, CompletionFormat
+from loadgen.replica.errors import RequestRefused
+from loadgen.replica.http import Exchange
+from loadgen.replica.metrics import ReplicaCollector, exposition
+from loadgen.replica.prompts import PromptReader
+from loadgen.replica.rank import RankRunner
+from loadgen.replica.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    check_chat,
+    check_completion,
+    parse,
+    plain_messages,
+)
+
+Handler = Callable[[Exchange], None]
+Routes = dict[str, tuple[str, Handler]]
+
+_VERSION = "0.32.0"
+_EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def send(exchange: Exchange, body: object) -> None:
+    """Answer 200 with JSON."""
+    exchange.respond(200, orjson.dumps(body))
+
+
+def send_nothing(exchange: Exchange) -> None:
+    """Answer 200 with an empty body."""
+    exchange.respond(200, b"")
+
+
+class TokenRoutes:
+    """Tokenizing and rendering without generating."""
+
+    def __init__(self, reader: PromptReader) -> None:
+        self._reader = reader
+        self._tokenizer = reader.tokenizer
+
+    def routes(self) -> Routes:
+        """Path -> (method, handler)."""
+        return {
+            "/v1/chat/completions/render": ("POST", self._render_chat),
+            "/v1/completions/render": ("POST", self._render_completion),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+        }
+
+    def _render_chat(self, exchange: Exchange) -> None:
+        request = parse(exchange.request.body, ChatRequest)
+        check_chat(request)
+        self._reader.adapter(request.model)
+        frame = self._reader.frame(exchange.request, request, ChatFormat.id_prefix)
+        ids = self._reader.chat_ids(request)
+        send(exchange, _rendered(frame.id, frame.model, ids, request))
+
+    def _render_completion(self, exchange: Exchange) -> None:
+        request = parse(exchange.request.body, CompletionRequest)
+        check_completion(request)
+        self._reader.adapter(request.model)
+        frame = self._reader.frame(exchange.request, request, CompletionFormat.id_prefix)
+        prompts = self._reader.completion_ids(request)
+        send(
+            exchange,
+            [
+                _rendered(f"{frame.id}-{place}", frame.model, ids, request)
+                for place, ids in enumerate(prompts)
+            ],
+        )
+
+    def _tokenize(self, exchange: Exchange) -> None:
+        request = parse(exchange.request.body, TokenizeRequest)
+        self._reader.adapter(request.model)
+        ids = self._tokenizer.encode(self._text_to_tokenize(request))
+        strings = [self._tokenizer.decode([token]) for token in ids]
+        send(
+            exchange,
+            {
+                "count": len(ids),
+                "max_model_len": self._reader.served.max_model_len_tokens,
+                "tokens": ids,
+                "token_strs": strings if request.return_token_strs else None,
+            },
+        )
+
+    def _text_to_tokenize(self, request: TokenizeRequest) -> str:
+        if request.messages is not None:
+            return self._tokenizer.render(
+                plain_messages(request.messages),
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                arguments=request.chat_template_kwargs,
+            )
+        if request.prompt is None:
+            raise RequestRefused("prompt or messages must be given", kind="Bad Request")
+        return request.prompt
+
+    def _detokenize(self, exchange: Exchange) -> None:
+        request = parse(exchange.request.body, DetokenizeRequest)
+        self._reader.adapter(request.model)
+        ids = self._reader.checked(request.tokens)
+        send(exchange, {"prompt": self._tokenizer.decode(ids)})
+
+
+class StateRoutes:
+    """Models, health, metrics and the addresses of KV events."""
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        ranks: Sequence[RankRunner],
+        collector: ReplicaCollector,
+        in_flight: Callable[[], int],
+    ) -> None:
+        self._served = reader.served
+        self._ranks = ranks
+        self._collector = collector
+        self._in_flight = in_flight
+
+    def routes(self) -> Routes:
+        """Path -> (method, handler)."""
+        return {
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", send_nothing),
+            "/ping": ("GET", send_nothing),
+            "/version": ("GET", self._version),
+            "/load": ("GET", self._load),
+            "/metrics": ("GET", self._metrics),
+            "/kv_event_sources": ("GET", self._kv_event_sources),
+            "/reset_prefix_cache": ("POST", self._reset_prefix_cache),
+        }
+
+    def _models(self, exchange: Exchange) -> None:
+        model = self._served.model
+        cards = [self._card(model, None)]
+        cards += [self._card(name, model) for name in self._served.adapters]
+        send(exchange, {"object": "list", "data": cards})
+
+    def _card(self, name: str, parent: str | None) -> dict[str, Any]:
+        length = self._served.max_model_len_tokens if parent is None else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._served.started_s,
+            "owned_by": "vllm",
+            "root": name,
+            "parent": parent,
+            "max_model_len": length,
+            "permission": [],
+        }
+
+    def _version(self, exchange: Exchange) -> None:
+        send(exchange, {"version": _VERSION})
+
+    def _load(self, exchange: Exchange) -> None:
+        send(exchange, {"server_load": self._in_flight()})
+
+    def _metrics(self, exchange: Exchange) -> None:
+        exchange.respond(200, exposition(self._collector), _EXPOSITION_TYPE)
+
+    def _kv_event_sources(self, exchange: Exchange) -> None:
+        sources = {}
+        for number, rank in enumerate(self._ranks):
+            address = rank.publisher.address
+            sources[str(number)] = {
+                "endpoint": _any_host(address.endpoint),
+                "replay_endpoint": _any_host(address.replay_endpoint),
+                "topic": address.topic,
+                "buffer_steps": address.buffer_steps,
+            }
+        send(exchange, sources)
+
+    def _reset_prefix_cache(self, exchange: Exchange) -> None:
+        # As in vLLM, the answer is 200 even where requests in flight prevent it.
+        for rank in self._ranks:
+            rank.reset_prefix_cache()
+        send_nothing(exchange)
+
+
+def _any_host(endpoint: str) -> str:
+    # vLLM reports the address it was configured with, and that is a wildcard wherever it
+    # binds: clients put the replica's host in its place.
+    return f"tcp://*:{endpoint.rpartition(':')[2]}"
+
+
+def _rendered(
+    request_id: str, model: str, ids: list[int], request: GenerationFields
+) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "token_ids": ids,
+        "features": None,
+        "sampling_params": {"n": request.n or 1, "max_tokens": request.limit()},
+        "model": model,
+        "stream": bool(request.stream),
+        "stream_options": None,
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
+        "kv_transfer_params": None,
+        "token_offsets": None,
+    }
