@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from router.errors import ClientGone, RequestError
 from router.placement import Placement
 from router.upstream import Exchange, Headers
 from router.wire import Receive, Scope, Send, request_id
 
+CONNECTION_KEY = "kvroute.connection"
+"""Where our server puts the client's connection in the scope; other servers do not."""
+
+
+class Connection(Protocol):
+    """A client's connection that calls back when it is lost."""
+
+    on_gone: Callable[[], None] | None
+
 
 class Call:
     """Shared by the relay's steps and the two callbacks that may end a request early.
 
-    These are the client leaving (`watch`) and the deadline (`arm`): a timer that cancels the
+    These are the client leaving (`leave`) and the deadline (`arm`): a timer that cancels the
     request's task, which costs a fifth of an `asyncio.timeout` block.
     """
 
     __slots__ = (
+        "_connection",
         "_loop",
         "_task",
         "_timer",
+        "_watcher",
         "exchange",
         "expired",
         "gone",
@@ -56,6 +69,8 @@ class Call:
         self.expired: RequestError | None = None
         self._loop = loop
         self._task = asyncio.current_task(loop)
+        self._connection: Connection | None = scope.get(CONNECTION_KEY)
+        self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def arm(self, seconds: float, error: RequestError) -> None:
@@ -74,17 +89,30 @@ class Call:
         if self._task is not None:
             self._task.cancel()
 
-    def watch_in_background(self) -> asyncio.Task[None]:
-        """A task that runs `watch`; to be cancelled when the call is over."""
-        return self._loop.create_task(self.watch())
+    def watch(self) -> None:
+        """Have `leave` called when the client leaves: by the connection, else by a task."""
+        if self._connection is not None:
+            self._connection.on_gone = self.leave
+        else:
+            self._watcher = self._loop.create_task(self._wait_for_disconnect())
 
-    async def watch(self) -> None:
-        """Wait for the client to leave, then end the upstream request."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+    def unwatch(self) -> None:
+        """The call is over; the connection may go on with another."""
+        if self._connection is not None:
+            self._connection.on_gone = None
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def leave(self) -> None:
+        """The client has left: end the upstream request."""
         self.gone = True
         if self.exchange is not None:
             self.exchange.abort()
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.leave()
 
     def check(self) -> None:
         """Raise ClientGone once the client has left."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cache_index.blocks import chain_hashes
 from cache_index.identity import ModelIdentity, Root
@@ -27,8 +27,7 @@ class PrefixIndex(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt to be placed; `token_ids` are packed u32, None when unknown."""
 
     model: str
@@ -37,8 +36,7 @@ class Prompt:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The decision: where to, what is predicted to be reused, and what it was chosen from."""
 
     replica: Replica
@@ -78,7 +76,7 @@ class Placer:
             return {}
         matched: dict[tuple[str, int], int] = {}
         for base, adapter in {self._identity(replica, prompt.model) for replica in replicas}:
-            root = Root(ModelIdentity(base), adapter, prompt.salt).digest()
+            root = _root(base, adapter, prompt.salt)
             hashes = chain_hashes(root, prompt.token_ids[:-4], self._unit_tokens)
             for holder, units in self._index.match(root, hashes).items():
                 if holder.tier == DEVICE_TIER:
@@ -121,3 +119,9 @@ class Placer:
             prefill_s_per_token=load.prefill_s_per_token,
             running=load.running,
         )
+
+
+@lru_cache(maxsize=1024)
+def _root(base: str, adapter: str, salt: str) -> int:
+    """Digest of a chain's root; few are in use at a time."""
+    return Root(ModelIdentity(base), adapter, salt).digest()

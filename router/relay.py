@@ -132,14 +132,14 @@ class Relay:
         arrived_s = time.perf_counter()
         request = parse_request(call.path, body)
         replicas = self._serving(request.model)
-        watcher = call.watch_in_background()
+        call.watch()
         try:
             prompt = await self._identifier.identify(request, replicas, call.headers, len(body))
             matched = self._placer.match(prompt, replicas)
             self._metrics.routing_s.observe(time.perf_counter() - arrived_s)
             await self._attempt(call, request, prompt, matched, body, arrived_s)
         finally:
-            watcher.cancel()
+            call.unwatch()
 
     def _serving(self, model: str, tried: frozenset[str] = frozenset()) -> list[Replica]:
         """Replicas to choose from. Raises ModelNotFound, NoReplica."""

@@ -17,6 +17,7 @@ import uvicorn
 
 from router.app import create_app
 from router.config import Settings
+from router.connection import ClientConnection
 from router.errors import ConfigError
 
 BACKLOG = 2048
@@ -43,7 +44,7 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> None:
     listener = _listen(settings.host, settings.port)
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=ClientConnection,
         loop="auto",
         lifespan="on",
         log_config=None,

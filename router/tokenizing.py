@@ -200,9 +200,21 @@ def _special_texts(config: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Finds `message.role` in a dictionary at once; the sandbox tries attributes first."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> jinja2.Environment:
     """The sandbox and helpers that chat templates are written against."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

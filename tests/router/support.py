@@ -17,6 +17,7 @@ import uvicorn
 from cache_index.types import Holder, SourceSpec, SourceStatus
 from router.app import Gateway, create_app
 from router.config import Settings
+from router.connection import ClientConnection
 
 MODEL = "sim"
 
@@ -192,7 +193,10 @@ class Running:
 
 @asynccontextmanager
 async def running_gateway(
-    *replicas: ScriptedReplica | str, index: TaughtIndex | None = None, **settings: Any
+    *replicas: ScriptedReplica | str,
+    index: TaughtIndex | None = None,
+    http: Any = ClientConnection,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     index = index or TaughtIndex()
     urls = [{"url": each if isinstance(each, str) else each.url} for each in replicas]
@@ -201,7 +205,7 @@ async def running_gateway(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        app, http="httptools", lifespan="on", log_config=None, timeout_graceful_shutdown=1
+        app, http=http, lifespan="on", log_config=None, timeout_graceful_shutdown=1
     )
     server = _QuietServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import Any
 
 import httpx
 import pytest
 
 from cache_index.types import Holder
+from router.connection import ClientConnection
 from tests.router.support import (
     SSE_HEAD,
     ScriptedReplica,
@@ -214,8 +216,9 @@ async def test_an_idle_connection_closed_by_the_replica_is_replaced() -> None:
         assert (first.json(), second.json()) == ({"count": 1}, {"count": 2})
 
 
+@pytest.mark.parametrize("http", [ClientConnection, "httptools"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_the_upstream_request(stream: bool) -> None:
+async def test_a_client_that_leaves_ends_the_upstream_request(stream: bool, http: Any) -> None:
     arrived = asyncio.Event()
 
     async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -225,7 +228,7 @@ async def test_a_client_that_leaves_ends_the_upstream_request(stream: bool) -> N
         arrived.set()
         await reader.read(1)  # returns when the gateway closes
 
-    async with scripted(never) as (replica,), running_gateway(replica) as running:
+    async with scripted(never) as (replica,), running_gateway(replica, http=http) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         body = chat(stream=stream)
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
