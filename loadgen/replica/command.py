@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+import zmq
 
 from loadgen.replica.errors import ReplicaError
 from loadgen.replica.model import EngineModel, SchedulingPolicy
@@ -45,6 +46,9 @@ def replica(
     ranks: Annotated[int, Option(min=1, help="Data-parallel ranks of each replica.")] = 1,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, help="Port of the first replica; 0: free ones.")] = 0,
+    kv_port: Annotated[
+        int, Option(min=0, help="First port of the KV events, two for each rank; 0: free ones.")
+    ] = 0,
     model: Annotated[str, Option(help="Name of the served model.")] = "sim-model",
     adapter: Annotated[list[str] | None, Option(help="A LoRA adapter's name; repeatable.")] = None,
     tokenizer: Annotated[Path | None, Option(help="Tokenizer folder; default: our own.")] = None,
@@ -101,6 +105,7 @@ def replica(
             ranks=ranks,
             host=host,
             port=port,
+            kv_port=kv_port,
             model_name=model,
             adapters=tuple(adapter or ()),
             tokenizer=tokenizer or default_folder(),
@@ -115,7 +120,7 @@ def replica(
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, exit_on_stdin_eof=exit_on_stdin_eof))
-    except (ReplicaError, OSError) as error:
+    except (ReplicaError, OSError, zmq.ZMQError) as error:
         typer.echo(f"loadgen replica: {error}", err=True)
         raise typer.Exit(1) from error
 

@@ -60,12 +60,13 @@ class KVPublisher:
         self._pub.set_hwm(_PUB_HWM_MESSAGES)
         # A replay answer may exceed the default mark, and ROUTER drops what is above it.
         self._router.set(zmq.SNDHWM, 0)
-        self.address = SourceAddress(
-            _bind(self._pub, host, port),
-            _bind(self._router, host, replay_port),
-            topic,
-            buffer_steps,
-        )
+        try:
+            endpoint = _bind(self._pub, host, port)
+            replay_endpoint = _bind(self._router, host, replay_port)
+        except zmq.ZMQError:
+            self._close_sockets()
+            raise
+        self.address = SourceAddress(endpoint, replay_endpoint, topic, buffer_steps)
 
     def start(self) -> None:
         """Begin to answer replay requests."""
@@ -83,6 +84,9 @@ class KVPublisher:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._pub.close(linger=0)
         self._router.close(linger=0)
 

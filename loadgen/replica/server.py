@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -20,23 +22,30 @@ from loadgen.replica.model import EngineModel
 from loadgen.replica.prompts import Served
 from loadgen.replica.publisher import KVPublisher, ReplayFraming
 from loadgen.replica.rank import RankRunner
-from loadgen.replica.reply import build_vocabulary
+from loadgen.replica.reply import Vocabulary, build_vocabulary
 from loadgen.replica.text import ReplicaTokenizer
 from loadgen.replica.wire import BatchEncoder, EventEncoding, HashForm
 from loadgen.tokenizer import default_folder
+
+_REBIND_TIMEOUT_S = 5.0
+_REBIND_PAUSE_S = 0.01
+
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """Everything about the replicas of one process. Ports of 0 are free ones.
 
-    With a base `port`, replica i listens on `port + i`.
+    With a base `port`, replica i listens on `port + i`. With a base `kv_port`, rank r of
+    replica i publishes on `kv_port + 2 * (i * ranks + r)` and replays on the port after it.
     """
 
     replicas: int = 1
     ranks: int = 1
     host: str = "127.0.0.1"
     port: int = 0
+    kv_port: int = 0
     model_name: str = "sim-model"
     adapters: tuple[str, ...] = ()
     tokenizer: Path = field(default_factory=default_folder)
@@ -48,6 +57,20 @@ class FleetConfig:
     topic: str = ""
     buffer_steps: int = 10_000
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """A loaded tokenizer and what replies are made of; costs some time to build."""
+
+    tokenizer: ReplicaTokenizer
+    vocabulary: Vocabulary
+
+
+def load_language(folder: Path) -> Language:
+    """Raises TokenizerError for a folder that is not usable."""
+    tokenizer = ReplicaTokenizer(folder)
+    return Language(tokenizer, build_vocabulary(tokenizer.encode, tokenizer.token_texts()))
 
 
 class Replica:
@@ -68,7 +91,7 @@ class Replica:
         }
 
     async def close(self) -> None:
-        """Stop serving, as if the process had died."""
+        """Stop at once, as if the process had died."""
         await self._server.close()
         for rank in self.ranks:
             await rank.close()
@@ -77,22 +100,20 @@ class Replica:
 class Fleet:
     """All replicas of one process: `async with Fleet(config) as fleet`."""
 
-    def __init__(self, config: FleetConfig) -> None:
+    def __init__(self, config: FleetConfig, language: Language | None = None) -> None:
         self._config = config
+        language = language or load_language(config.tokenizer)
+        length = min(config.max_model_len_tokens, config.engine.capacity_tokens)
+        self._generator = Generator(language.tokenizer, language.vocabulary, length)
         self._stack = AsyncExitStack()
+        self._context = Context()
         self.replicas: list[Replica] = []
 
     async def __aenter__(self) -> Fleet:
-        config = self._config
-        tokenizer = ReplicaTokenizer(config.tokenizer)
-        vocabulary = build_vocabulary(tokenizer.encode, tokenizer.token_texts())
-        length = min(config.max_model_len_tokens, config.engine.capacity_tokens)
-        generator = Generator(tokenizer, vocabulary, length)
-        context = zmq.Context[zmq.Socket[bytes]]()
-        self._stack.callback(context.term)
+        self._stack.callback(self._context.term)
         try:
-            for number in range(config.replicas):
-                self.replicas.append(await self._start(number, generator, context))
+            for number in range(self._config.replicas):
+                self.replicas.append(await self._start(number, self._ports(number)))
         except BaseException:
             await self._stack.aclose()
             raise
@@ -110,32 +131,68 @@ class Fleet:
         """The start-up line's content."""
         return {"replicas": [replica.describe() for replica in self.replicas]}
 
-    async def _start(
-        self, number: int, generator: Generator, context: zmq.Context[zmq.Socket[bytes]]
-    ) -> Replica:
+    async def restart(self, number: int) -> None:
+        """End one replica as a crash would and begin its next life on the same ports.
+
+        The new life has an empty cache, and its events are numbered from 0 again.
+        """
+        old = self.replicas[number]
+        described = old.describe()
+        ports = [_port(described["url"])]
+        for pair in zip(described["kv_events"], described["replay"], strict=True):
+            ports += map(_port, pair)
+        await old.close()
+        async with asyncio.timeout(_REBIND_TIMEOUT_S):
+            self.replicas[number] = await self._start_again(number, ports)
+
+    async def _start_again(self, number: int, ports: Sequence[int]) -> Replica:
+        # ZMQ gives a port back some time after its socket was closed.
+        while True:
+            try:
+                return await self._start(number, ports)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+            await asyncio.sleep(_REBIND_PAUSE_S)
+
+    def _ports(self, number: int) -> list[int]:
+        """HTTP, then two for each rank."""
+        config = self._config
+        http = config.port and config.port + number
+        base = config.kv_port and config.kv_port + 2 * number * config.ranks
+        return [http, *(base and base + place for place in range(2 * config.ranks))]
+
+    async def _start(self, number: int, ports: Sequence[int]) -> Replica:
         config = self._config
         ranks: list[RankRunner] = []
         for rank in range(config.ranks):
-            runner = self._rank(rank, context)
+            runner = self._rank(rank, *ports[1 + 2 * rank : 3 + 2 * rank])
             self._stack.push_async_callback(runner.close)
             runner.publisher.start()
             ranks.append(runner)
-        served = Served(
-            config.model_name, config.adapters, generator.max_model_len_tokens, int(time.time())
-        )
-        server = HTTPServer(ReplicaAPI(served, generator, config.engine, ranks).handle)
+        length = self._generator.max_model_len_tokens
+        served = Served(config.model_name, config.adapters, length, int(time.time()))
+        server = HTTPServer(ReplicaAPI(served, self._generator, config.engine, ranks).handle)
         self._stack.push_async_callback(server.close)
-        await server.start(config.host, config.port and config.port + number)
+        await server.start(config.host, ports[0])
         return Replica(server, config.host, ranks)
 
-    def _rank(self, rank: int, context: zmq.Context[zmq.Socket[bytes]]) -> RankRunner:
+    def _rank(self, rank: int, port: int, replay_port: int) -> RankRunner:
         config = self._config
         publisher = KVPublisher(
-            context,
+            self._context,
             host=config.host,
+            port=port,
+            replay_port=replay_port,
             topic=config.topic,
             framing=config.replay_framing,
             buffer_steps=config.buffer_steps,
         )
         encoder = BatchEncoder(config.events, config.hash_form, rank)
         return RankRunner(Engine(config.engine, config.seed), encoder, publisher)
+
+
+def _port(address: str) -> int:
+    port = urlsplit(address).port
+    assert port is not None
+    return port

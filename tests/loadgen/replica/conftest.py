@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from loadgen.replica.model import EngineModel
-from loadgen.replica.server import Fleet, FleetConfig
+from loadgen.replica.server import Fleet, FleetConfig, Language, load_language
+from loadgen.tokenizer import default_folder
 
 # Fast enough not to be felt, slow enough that steps have an order in time.
 QUICK = EngineModel(
@@ -26,8 +27,13 @@ async def until(condition: Callable[[], bool]) -> None:
 StartFleet = Callable[..., Awaitable[Fleet]]
 
 
+@pytest.fixture(scope="session")
+def language() -> Language:
+    return load_language(default_folder())
+
+
 @pytest.fixture
-async def start_fleet() -> AsyncIterator[StartFleet]:
+async def start_fleet(language: Language) -> AsyncIterator[StartFleet]:
     """Starts fleets that end with the test; keywords change the config or the engine model."""
     async with AsyncExitStack() as stack:
 
@@ -36,7 +42,7 @@ async def start_fleet() -> AsyncIterator[StartFleet]:
                 name: changes.pop(name) for name in tuple(changes) if name in QUICK.__slots__
             }
             config = FleetConfig(engine=replace(QUICK, **engine_fields), **changes)
-            return await stack.enter_async_context(Fleet(config))
+            return await stack.enter_async_context(Fleet(config, language))
 
         yield start
 

@@ -54,3 +54,19 @@ async def test_problems_are_one_line_and_an_exit_code() -> None:
     assert process.returncode == 1
     assert error.startswith(b"loadgen replica: ")
     assert error.count(b"\n") == 1
+
+
+async def test_ports_can_be_chosen_and_taken_ones_are_named() -> None:
+    async with running() as (process, line):
+        replica = line["replicas"][0]
+        taken = replica["kv_events"][0].rpartition(":")[2]
+        other = await asyncio.create_subprocess_exec(
+            *COMMAND, "--kv-port", taken, stderr=asyncio.subprocess.PIPE
+        )
+        _, error = await asyncio.wait_for(other.communicate(), 20)
+        assert other.returncode == 1
+        assert b"in use" in error
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 0
+    async with running("--kv-port", taken) as (_, line):
+        assert line["replicas"][0]["kv_events"] == replica["kv_events"]
