@@ -48,6 +48,7 @@ class SourceRunner:
         *,
         context: zmq.asyncio.Context,
         wake: asyncio.Event,
+        seen_wake: asyncio.Event,
         base_unit_tokens: int,
         lease_s: float,
     ) -> None:
@@ -61,9 +62,19 @@ class SourceRunner:
         self.writer = SourceWriter(spec.key, self.state.ledger)
         self.subscriber = Subscriber(spec, self.state, context, self._take, lease_s=lease_s)
         self._wake = wake
+        self._seen_wake = seen_wake
+        self.seen = False
         self._task = asyncio.create_task(self.subscriber.run())
 
+    def look(self, now_s: float) -> bool:
+        """Whether the source is in sight, so that this process may write it."""
+        self.seen = self.state.trust(now_s)[0] is not Trust.NONE
+        return self.seen
+
     def _take(self, operations: Sequence[Operation]) -> None:
+        # The lease is asked for when a source comes into sight, not at the next round.
+        if not self.seen and self.look(time.monotonic()):
+            self._seen_wake.set()
         if operations:
             self.writer.add(operations)
             self._wake.set()
@@ -127,6 +138,7 @@ class Indexer:
                     spec,
                     context=self._context,
                     wake=self._wake,
+                    seen_wake=self._lease_wake,
                     base_unit_tokens=self._base_unit_tokens,
                     lease_s=self._trust_lease_s,
                 )
@@ -219,8 +231,7 @@ class Indexer:
     async def _keep_leases(self) -> None:
         now_s = time.monotonic()
         for runner in list(self._runners.values()):
-            seen = runner.state.trust(now_s)[0] is not Trust.NONE
-            await self._keep_lease(runner, seen)
+            await self._keep_lease(runner, runner.look(now_s))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._lease_wake.wait(), _LEASE_ROUND_S)
         self._lease_wake.clear()
