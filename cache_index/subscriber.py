@@ -30,7 +30,9 @@ _log = logging.getLogger(__name__)
 _HIGH_WATER_MESSAGES = 20_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 2000
-_REPLAY_STEP_TIMEOUT_S = 3.0
+# How long a replay may stand still. Below the lease, so that one lost answer does not cost it.
+_REPLAY_STEP_SHARE_OF_LEASE = 0.5
+_MIN_REPLAY_STEP_S = 0.5
 _BACKOFF_S = (0.2, 10.0)
 # A probe this often keeps a lease alive with one probe lost.
 _PROBE_SHARE_OF_LEASE = 0.35
@@ -56,6 +58,7 @@ class Subscriber:
         self._context = context
         self._take = take
         self._probe_s = lease_s * _PROBE_SHARE_OF_LEASE
+        self._step_s = max(_MIN_REPLAY_STEP_S, lease_s * _REPLAY_STEP_SHARE_OF_LEASE)
         self._wake = asyncio.Event()
         self._last_proof_s = 0.0
         self.failures: Counter[str] = Counter()
@@ -83,13 +86,13 @@ class Subscriber:
 
     async def _session(self) -> None:
         subscriber = self._context.socket(zmq.SUB)
+        monitor = subscriber.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         try:
             _set_options(subscriber)
             subscriber.rcvhwm = _HIGH_WATER_MESSAGES
             subscriber.setsockopt(zmq.SUBSCRIBE, self._spec.topic.encode())
-            monitor = subscriber.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            )
             subscriber.connect(self._spec.endpoint)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(monitor))
@@ -97,6 +100,7 @@ class Subscriber:
                 tasks.create_task(self._keep_current())
         finally:
             subscriber.disable_monitor()
+            monitor.close(linger=0)
             subscriber.close(linger=0)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
@@ -206,7 +210,7 @@ class Subscriber:
         start = self._state.begin_replay()
         self.counts["replay"] += 1
         try:
-            async with asyncio.timeout(_REPLAY_STEP_TIMEOUT_S) as deadline:
+            async with asyncio.timeout(self._step_s) as deadline:
                 await dealer.send_multipart([b"", start.to_bytes(SEQ_BYTES, "big")])
                 await self._read_replay(dealer, deadline)
         except TimeoutError:
@@ -221,7 +225,7 @@ class Subscriber:
         turn = 0
         while True:
             frames = await dealer.recv_multipart()
-            deadline.reschedule(loop.time() + _REPLAY_STEP_TIMEOUT_S)
+            deadline.reschedule(loop.time() + self._step_s)
             tail = frames[-2:]
             if len(tail) == 2 and _is_end(tail[0]):
                 return

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
+from redis.asyncio import Redis
 
-from cache_index import CacheIndex, Holder, Root, Trust, chain_hashes, pack_tokens
+from cache_index import CacheIndex, Holder, Root, SourceSpec, Trust, chain_hashes, pack_tokens
 from cache_index.embedded import EmbeddedServer
 
 from .conftest import eventually
@@ -63,3 +68,205 @@ async def test_what_was_stored_before_and_after_start_is_matched(
         await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 2})
         await publisher.publish(encoded(CLEARED))
         await eventually(lambda: index.match(ROOT, prompt()) == {})
+
+
+async def test_a_lost_batch_is_fetched_by_the_next_one(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        index = await stack.enter_async_context(running(server.url, namespace))
+        index.set_sources([publisher.spec()])
+        await publisher.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        await publisher.publish(stored([2], TOKENS[16:32], parent=1), lost=True)
+        await publisher.publish(stored([3], TOKENS[32:48], parent=2))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 3})
+        assert index.sources()[0].trust is Trust.EXACT
+
+
+async def test_a_lost_removal_is_found_by_the_idle_probe(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        index = await stack.enter_async_context(running(server.url, namespace, trust_lease_s=0.5))
+        index.set_sources([publisher.spec()])
+        await publisher.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        await publisher.publish(removed([1]), lost=True)
+        await eventually(lambda: index.sources()[0].last_seq == 1, timeout_s=1.0)
+        await eventually(lambda: index.match(ROOT, prompt()) == {})
+        assert index.sources()[0].trust is Trust.EXACT
+
+
+async def test_an_engine_that_restarts_is_a_new_life(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(publishing())
+        await old.publish(stored([1, 2], TOKENS[:32]))
+        index = await stack.enter_async_context(running(server.url, namespace))
+        index.set_sources([old.spec()])
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 2})
+        await old.close()
+        new = await stack.enter_async_context(
+            publishing(port=old.port, replay_port=old.replay_port)
+        )
+        await eventually(lambda: index.match(ROOT, prompt()) == {})
+        await new.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        assert index.sources()[0].trust is Trust.EXACT
+
+
+async def test_a_silent_source_is_left_out_and_comes_back(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        index = await stack.enter_async_context(running(server.url, namespace, trust_lease_s=0.3))
+        index.set_sources([publisher.spec()])
+        await publisher.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        publisher.answering = False
+        await eventually(lambda: index.sources()[0].trust is Trust.NONE)
+        assert index.available
+        assert index.match(ROOT, prompt()) == {}
+        publisher.answering = True
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+
+
+async def test_a_source_without_replay_lives_on_its_connection(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing(replay=False))
+        index = await stack.enter_async_context(running(server.url, namespace, trust_lease_s=0.3))
+        index.set_sources([publisher.spec()])
+        await publisher.subscribed()
+        await publisher.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        assert index.sources()[0].trust is Trust.EXACT
+        await asyncio.sleep(0.5)
+        assert index.match(ROOT, prompt()) == {DEVICE: 1}
+        await publisher.close()
+        await eventually(lambda: index.match(ROOT, prompt()) == {})
+        await eventually(lambda: index.sources()[0].trust is Trust.NONE)
+
+
+async def test_malformed_messages_are_counted_and_survived(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    registry = CollectorRegistry()
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        index = CacheIndex(redis_url=server.url, registry=registry, namespace=namespace)
+        await index.start()
+        stack.push_async_callback(index.close)
+        index.set_sources([publisher.spec()])
+        await publisher.subscribed()
+        await publisher.send_raw(b"", b"short", b"\xc1")
+        await publisher.send_raw(b"only one")
+        await publisher.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        text = generate_latest(registry).decode()
+        assert 'kvroute_source_decode_failures_total{reason="sequence"} 1.0' in text
+        assert 'kvroute_source_decode_failures_total{reason="frames"} 1.0' in text
+        assert 'kvroute_source_trust{rank="0",replica="r0"} 2.0' in text
+        assert 'kvroute_index_matches_total{result="hit"}' in text
+    assert "kvroute_" not in generate_latest(registry).decode()
+
+
+async def test_a_source_that_is_no_longer_declared_is_gone(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        await publisher.publish(stored([1], TOKENS[:16]))
+        index = await stack.enter_async_context(running(server.url, namespace))
+        index.set_sources([publisher.spec()])
+        index.set_sources([publisher.spec()])
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        index.set_sources([])
+        assert index.sources() == []
+        assert index.match(ROOT, prompt()) == {}
+        index.set_sources([publisher.spec()])
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+
+
+async def test_two_instances_on_one_redis_agree_and_the_standby_takes_over(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        await publisher.publish(stored([1, 2], TOKENS[:32]))
+        first = await stack.enter_async_context(running(server.url, namespace))
+        second = await stack.enter_async_context(running(server.url, namespace))
+        for index in (first, second):
+            index.set_sources([publisher.spec()])
+        for index in (first, second):
+            await eventually(lambda i=index: i.match(ROOT, prompt()) == {DEVICE: 2})
+        assert sorted(index.sources()[0].leading for index in (first, second)) == [False, True]
+        leader, standby = (first, second) if first.sources()[0].leading else (second, first)
+        await leader.close()
+        await eventually(lambda: standby.sources()[0].leading)
+        await publisher.publish(stored([3], TOKENS[32:48], parent=2))
+        await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 3})
+
+
+async def test_redis_killed_and_restarted_is_filled_again() -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        await publisher.publish(stored([1, 2], TOKENS[:32]))
+        index = await stack.enter_async_context(running(None, "embedded"))
+        index.set_sources([publisher.spec()])
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 2})
+        embedded = index._embedded
+        assert embedded is not None
+        pid = int((embedded.folder / "valkey.log").read_text().split(":")[0])
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not index.available)
+        assert index.match(ROOT, prompt()) == {}
+        await publisher.publish(stored([3], TOKENS[32:48], parent=2))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 3})
+        folder = embedded.folder
+    assert not folder.exists()
+
+
+async def test_a_flushed_redis_is_filled_again(server: EmbeddedServer, namespace: str) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        await publisher.publish(stored([1, 2], TOKENS[:32]))
+        index = await stack.enter_async_context(running(server.url, namespace))
+        index.set_sources([publisher.spec()])
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 2})
+        client = Redis.from_url(server.url)
+        await client.flushall()
+        await client.execute_command("FUNCTION", "FLUSH")
+        await client.aclose()
+        await publisher.publish(stored([3], TOKENS[32:48], parent=2))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 3})
+
+
+async def test_without_redis_everything_starts_answers_nothing_and_closes(
+    tmp_path: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        await publisher.publish(stored([1], TOKENS[:16]))
+        url = f"unix://{tmp_path}/nothing.sock"
+        index = await stack.enter_async_context(running(url, "absent"))
+        index.set_sources([publisher.spec()])
+        await eventually(lambda: index.sources()[0].trust is Trust.EXACT)
+        assert not index.available
+        assert index.match(ROOT, prompt()) == {}
+
+
+async def test_a_wrong_endpoint_is_a_reason_and_nothing_more(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with running(server.url, namespace) as index:
+        index.set_sources([SourceSpec("r0", 0, "nonsense://x", None, "", MODEL)])
+        await eventually(lambda: "nonsense" in index.sources()[0].reason)
+        assert index.sources()[0].trust is Trust.NONE
+        await eventually(lambda: index.available)
