@@ -22,6 +22,7 @@ from loadgen.sse import EventTooLong, SseDecoder
 from loadgen.workload.model import Chat, Completion
 
 REPLICA_HEADER = "x-kvroute-replica"
+MATCHED_HEADER = "x-kvroute-matched-tokens"
 _TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
 
 
@@ -108,6 +109,8 @@ class Client:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         async with self._http.stream("POST", path, content=body, headers=headers) as response:
             outcome.replica = response.headers.get(REPLICA_HEADER, "")
+            matched = response.headers.get(MATCHED_HEADER, "")
+            outcome.matched_tokens = int(matched) if matched.isdecimal() else None
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 outcome.error, outcome.detail = f"http_{response.status_code}", text[:500]

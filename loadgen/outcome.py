@@ -11,7 +11,8 @@ class Outcome:
 
     `error` is None for a whole answer, else its kind: connect, timeout, http_<status>, transport,
     truncated (the stream ended without [DONE]), stream_error (an error event in the stream),
-    malformed (not what the API promises), empty (no token), not_sent.
+    malformed (not what the API promises), empty (no token), not_sent. `cached_tokens` is what the
+    engine says it reused, `matched_tokens` what the gateway had predicted, if it said so.
     """
 
     session: int
@@ -24,6 +25,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    matched_tokens: int | None = None
     replica: str = ""
     reply: str = ""
     error: str | None = None

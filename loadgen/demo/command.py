@@ -82,6 +82,9 @@ def _run(settings: DemoSettings, json: Path | None, keep: bool) -> bool:
 async def _measure(
     prepared: Prepared, console: Console, json: Path | None, keep: bool
 ) -> dict[str, Measured]:
+    import asyncio
+    from contextlib import suppress
+
     from loadgen.demo.experiment import measure
     from loadgen.demo.progress import ProgressView
 
@@ -92,10 +95,13 @@ async def _measure(
             view.close()
             _report(prepared, measured, console, json)
             _invite(console, fleet)
-            await fleet.died()
+            # Ctrl-C is how this is meant to end.
+            with suppress(asyncio.CancelledError):
+                await fleet.died()
 
         measured = await measure(prepared, view, stay if keep else None)
-    _report(prepared, measured, console, json)
+    if not keep:
+        _report(prepared, measured, console, json)
     return measured
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from loadgen.demo.experiment import Measured, Prepared
@@ -17,14 +18,23 @@ ORACLE = "oracle"
 CHOICE = "cost"
 # A gap between baseline and oracle under this is too small to say what share of it was won.
 MIN_GAP_S = 1e-3
+_NUMBERS = ("TTFT\nmean", "\np50", "\np99", "\ncached", "largest\nshare", "\nrequests", "\nerrors")
 
 
 def table(prepared: Prepared, measured: Mapping[str, Measured]) -> Table:
     """One line per policy and one for the oracle."""
-    grid = Table(title=_title(prepared), title_justify="left", title_style="")
-    grid.add_column("policy")
-    for name in ("TTFT mean", "p50", "p99", "cached", "largest share", "requests", "errors"):
-        grid.add_column(name, justify="right")
+    # Narrow enough for 80 columns, where a wrapped number is hard to read.
+    grid = Table(
+        title=_title(prepared),
+        title_justify="left",
+        title_style="",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    grid.add_column("\npolicy", no_wrap=True)
+    for name in _NUMBERS:
+        grid.add_column(name, justify="right", no_wrap=True)
     for policy, row in _rows(prepared, measured).items():
         grid.add_row(policy, *_cells(row, prepared.settings.replicas))
     return grid
@@ -32,9 +42,9 @@ def table(prepared: Prepared, measured: Mapping[str, Measured]) -> Table:
 
 def _title(prepared: Prepared) -> str:
     return (
-        f"{prepared.workload.name}, {prepared.workload.requests} requests,"
-        f" {prepared.plan.prompt_tokens:,} prompt tokens, {prepared.settings.replicas} replicas;"
-        f" working set {prepared.working_set_over_cache:.1f} x one replica's cache"
+        f"{prepared.workload.name}: {prepared.workload.requests} requests,"
+        f" {prepared.plan.prompt_tokens:,} prompt tokens, {prepared.settings.replicas} replicas,\n"
+        f"working set {prepared.working_set_over_cache:.1f} times what one replica's cache holds"
     )
 
 
