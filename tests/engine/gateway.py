@@ -152,13 +152,22 @@ def ask(base_url: str, body: dict[str, Any], path: str = CHAT) -> Answer:
     )
 
 
-def ask_known(base_url: str, body: dict[str, Any], path: str = CHAT) -> Answer:
-    """Repeat a request until the gateway knows of its prefix; the first answer that says so."""
+def until_known(attempt: Callable[[], Answer]) -> Answer:
+    """Repeat until the gateway knows of the prefix; the first answer that says so.
+
+    Events take their time, and a gateway that got no processor time for as long as its index may
+    lag routes on load alone until the next moment.
+    """
     until_s = time.monotonic() + INDEX_DEADLINE_S
-    while not (answer := ask(base_url, body, path)).matched:
+    while not (answer := attempt()).matched:
         assert time.monotonic() < until_s, f"the gateway has not learned of {answer}"
         time.sleep(0.05)
     return answer
+
+
+def ask_known(base_url: str, body: dict[str, Any], path: str = CHAT) -> Answer:
+    """Repeat a request until its prefix is known."""
+    return until_known(lambda: ask(base_url, body, path))
 
 
 def chat(system: str, user: str = "Answer in one word.", **fields: Any) -> dict[str, Any]:
