@@ -22,12 +22,13 @@ local HEAD, ENTRY, RUN = 16, 12, 64
 local ZERO8 = '\0\0\0\0\0\0\0\0'
 
 -- Some servers offer the libraries only to calls, not while this file is loaded.
-local byte, sub, char, find, format, concat, floor
+local byte, sub, char, find, format, concat, floor, min, max
 local band, bor, bnot, lshift, pack, unpack_
 local function ready()
   if byte then return end
   byte, sub, char, find = string.byte, string.sub, string.char, string.find
-  format, concat, floor = string.format, table.concat, math.floor
+  format, concat = string.format, table.concat
+  floor, min, max = math.floor, math.min, math.max
   band, bor, bnot, lshift = bit.band, bit.bor, bit.bnot, bit.lshift
   pack, unpack_ = struct.pack, struct.unpack
 end
@@ -123,6 +124,8 @@ local function drop_if_empty(ctx, node)
     touch(ctx, node)
     node.gone = true
     ctx.nodes[node.id] = false
+    ctx.new_units = ctx.new_units - node.n
+    ctx.new_nodes = ctx.new_nodes - 1
     local parent = node.parent ~= ZERO8 and load(ctx, node.parent)
     if parent then
       touch(ctx, parent)
@@ -170,29 +173,38 @@ local function common(run, start, hashes, i, count)
 end
 
 -- Store a chain below `node`/`position` (nil = at the root). The first `skip` units only lead to
--- the rest: they are not held. Returns the places of all units, one string per piece.
+-- the rest: they are not held. Returns the places of the units, one string per piece; of fewer units
+-- than asked for where the index is full.
 local function store(ctx, node, position, hashes, skip, holder)
   local count, i, places = #hashes / 8, 0, {}
   while i < count do
+    local left = ctx.max_units - ctx.units - ctx.new_units
     local start = node and position + 1 or 0
     local matched = 0
     if node and start < node.n then matched = common(node.run, start, hashes, i, count) end
     if matched == 0 and not (node and start == node.n and start < RUN) then
       local id = sub(hashes, i * 8 + 1, i * 8 + 8)
-      node = load(ctx, id) or create(ctx, id, node)
+      local following = load(ctx, id)
+      if not following then
+        if left <= 0 then break end
+        following = create(ctx, id, node)
+      end
+      node = following
       start = 0
       if node.n > 0 then matched = common(node.run, 0, hashes, i, count) end
     end
     local taken = matched
     if start + matched == node.n and node.n < RUN and i + matched < count then
-      local room = math.min(RUN - node.n, count - i - matched)
+      local room = min(RUN - node.n, count - i - matched, left)
+      if room <= 0 and matched == 0 then break end
+      room = max(room, 0)
       touch(ctx, node)
       node.run = node.run .. sub(hashes, (i + matched) * 8 + 1, (i + matched + room) * 8)
       node.n = node.n + room
       ctx.new_units = ctx.new_units + room
       taken = matched + room
     end
-    local first_held = math.max(skip - i, 0)
+    local first_held = max(skip - i, 0)
     if first_held < taken then
       set_bits(ctx, node, holder, start + first_held, start + taken - 1)
     end
@@ -216,8 +228,6 @@ local function flush_node(ctx, node)
       redis.call('DEL', key)
       emit(ctx, 'X' .. node.id)
     end
-    ctx.new_units = ctx.new_units - node.n
-    ctx.new_nodes = ctx.new_nodes - 1
     return
   end
   redis.call('SET', key, pack('<BBI2I4', node.n, 0, #node.holders / ENTRY, node.children)
@@ -268,7 +278,7 @@ local function acquire(keys, args)
   local owner = redis.call('GET', lease)
   if owner and owner ~= args[2] then return { 0, redis.call('PTTL', lease) } end
   redis.call('SET', lease, args[2], 'PX', args[3])
-  local token = math.max(number(slot, 'tok') + 1, now_ms())
+  local token = max(number(slot, 'tok') + 1, now_ms())
   redis.call('HSET', slot, 'tok', format('%.0f', token), 'w', '0')
   redis.call('PEXPIRE', slot, args[4])
   redis.call('HSETNX', args[1] .. 'm', 'gen', args[5])
@@ -308,7 +318,7 @@ end
 local function new_epoch(ctx, slot)
   retire(ctx, slot)
   redis.call('HSET', slot, 'ep',
-    format('%.0f', math.max(number(slot, 'ep') + 1, now_ms())))
+    format('%.0f', max(number(slot, 'ep') + 1, now_ms())))
 end
 
 local function holder_id(ctx, slot, tier, unit, source)
@@ -326,7 +336,7 @@ end
 
 local MISSED, REFUSED = 0, 65535
 
-local function apply_store(ctx, ops, at, holder, max_units)
+local function apply_store(ctx, ops, at, holder)
   local anchored, skip, count = unpack_('<BI2I2', ops, at)
   at = at + 5
   local node, position
@@ -342,8 +352,8 @@ local function apply_store(ctx, ops, at, holder, max_units)
   local hashes = sub(ops, at, at + count * 8 - 1)
   at = at + count * 8
   if missed then return at, pack('<I2', MISSED) end
-  if ctx.units + ctx.new_units + count > max_units then return at, pack('<I2', REFUSED) end
   local places = store(ctx, node, position, hashes, skip, holder)
+  if #places == 0 then return at, pack('<I2', REFUSED) end
   return at, pack('<I2', #places) .. concat(places)
 end
 
@@ -360,7 +370,8 @@ local function apply(keys, args)
   if write <= number(slot, 'w') then return { 'dup', '' } end
   local ctx = context(args[1], args[6])
   ctx.units = number(keys[2], 'units')
-  local max_units, holder, replies, at = tonumber(args[5]), nil, {}, 1
+  ctx.max_units = tonumber(args[5])
+  local holder, replies, at = nil, {}, 1
   while at <= #ops do
     local op = sub(ops, at, at)
     at = at + 1
@@ -369,7 +380,7 @@ local function apply(keys, args)
       at = at + 17
     elseif op == 'S' then
       local reply
-      at, reply = apply_store(ctx, ops, at, holder, max_units)
+      at, reply = apply_store(ctx, ops, at, holder)
       replies[#replies + 1] = reply
     elseif op == 'T' then
       local unit, length = unpack_('<I2B', ops, at)
@@ -502,12 +513,17 @@ local function entry(work)
   end
 end
 
-redis.register_function('kvroute_1_acquire', entry(acquire))
-redis.register_function('kvroute_1_renew', entry(renew))
-redis.register_function('kvroute_1_release', entry(release))
-redis.register_function('kvroute_1_apply', entry(apply))
-redis.register_function('kvroute_1_forget', entry(forget))
-redis.register_function{
-  function_name = 'kvroute_1_match', callback = entry(match), flags = { 'no-writes' },
-}
-redis.register_function('kvroute_1_sweep', entry(sweep))
+-- `allow-oom`: what keeps or frees must work when Redis is full.
+local function register(name, work, flag)
+  redis.register_function{
+    function_name = 'kvroute_1_' .. name, callback = entry(work), flags = flag and { flag } or {},
+  }
+end
+
+register('acquire', acquire, 'allow-oom')
+register('renew', renew, 'allow-oom')
+register('release', release, 'allow-oom')
+register('forget', forget, 'allow-oom')
+register('sweep', sweep, 'allow-oom')
+register('match', match, 'no-writes')
+register('apply', apply)

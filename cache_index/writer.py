@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache_index.blocks import HASH_BYTES
@@ -231,14 +231,29 @@ class SourceWriter:
             elif pieces == _MISSED:
                 # The parent's node is gone: go on from an older ancestor.
                 self.counts["missed"] += 1
-                for places in self._places.values():
-                    places.pop(anchor or b"", None)
+                self._forget_node(operation.blocks[0].parent, self._place(anchor or b""))
                 again.append(operation)
             else:
                 self._learn_places(operation.tier, hashes, detail[at : at + pieces * _PLACE_BYTES])
                 at += pieces * _PLACE_BYTES
+        self._requeue(again)
+
+    def _requeue(self, again: Sequence[Operation]) -> None:
         if not (self._pending and isinstance(self._pending[0], NewEpoch)):
             self._pending.extendleft(reversed(again))
+
+    def _forget_node(self, block: Block | None, place: bytes | None) -> None:
+        """Drop the places of a chain's last units that lie in the node of `place`."""
+        node = place[:HASH_BYTES] if place is not None else b""
+        while block is not None:
+            for at in range(len(block.units) - HASH_BYTES, -1, -HASH_BYTES):
+                unit = block.units[at : at + HASH_BYTES]
+                found = self._place(unit)
+                if found is not None and found[:HASH_BYTES] != node:
+                    return
+                for places in self._places.values():
+                    places.pop(unit, None)
+            block = block.parent
 
     def _learn_places(self, tier: str, hashes: bytes, pieces: bytes) -> None:
         places = self._places.setdefault(tier, {})
@@ -249,3 +264,4 @@ class SourceWriter:
             for position in range(start, start + count):
                 places[hashes[unit_at : unit_at + HASH_BYTES]] = node + bytes((position,))
                 unit_at += HASH_BYTES
+        self.counts["refused_units"] += (len(hashes) - unit_at) // HASH_BYTES
