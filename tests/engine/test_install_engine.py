@@ -86,6 +86,7 @@ def test_a_model_is_whole_only_with_every_file_in_its_size(
     assert not script.model_is_whole(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_be_had_is_a_clear_failure(tmp_path: Path) -> None:
     """pip without any index: the script names the part, shows pip's words, and notes nothing."""
     cut_off = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
