@@ -357,6 +357,8 @@ class Engine:
         self._pool.give_back(run.blocks)
         run.blocks = []
         run.computed = run.stored = 0
+        # What was planned for it in a later round must not reach it while it prefills again.
+        run.due_round = -1
         run.target = len(run.request.prompt_ids) + run.emitted
         self._content.extend(run, run.target // self.model.block_size_tokens)
         self._waiting.push(run)

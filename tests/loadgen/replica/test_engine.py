@@ -89,7 +89,7 @@ def made(specs: list[tuple[int, int, int, int, int, str]]) -> list[EngineRequest
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(requests, st.sampled_from(list(SchedulingPolicy)), st.integers(0, 10_000))
 def test_any_traffic_finishes_and_events_tell_the_truth(
     specs: list[tuple[int, int, int, int, int, str]],
@@ -181,6 +181,7 @@ def _replay(
         at_s += gap
         arrivals.append((at_s, one))
     first: dict[str, float] = {}
+    emitted = Counter[str]()
     last: list[tuple[str, float, float]] = []
     while len(last) < len(specs):
         while arrivals and arrivals[0][0] <= now_s + 1e-9:
@@ -192,7 +193,9 @@ def _replay(
             continue
         now_s = result.end_s
         first.update(dict.fromkeys(result.first, now_s))
+        emitted.update(result.emitted)
         last += [(name, first[name], now_s) for name in result.finished]
+    assert emitted == {one.id: one.max_tokens for one in made(specs)}
     return last
 
 
@@ -263,6 +266,36 @@ def test_short_of_blocks_the_last_admitted_starts_over() -> None:
     assert finished == ["old", "new"]
     assert emitted == {"old": 16, "new": 16}
     assert engine.stats.preemptions_total == len(preempted)
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    engine = Engine(replace(SMALL, blocks=6, policy=SchedulingPolicy.PRIORITY))
+    engine.add(request("old", [1] * 8, 16, priority=0), 0.0)
+    engine.add(request("new", [2] * 8, 16, priority=5), 0.0)
+    result = engine.step(0.0)
+    assert result is not None
+    result = engine.step(result.end_s)
+    assert result is not None
+    assert engine.kv_usage == 1.0
+    engine.add(request("urgent", [3], 1, priority=-1), result.end_s)
+    while not result.preempted:
+        result = engine.step(result.end_s)
+        assert result is not None
+        assert not result.first
+    following = engine.step(result.end_s)
+    assert following is not None
+    assert set(following.first) == {"urgent"}
+
+
+def test_blocks_are_taken_when_a_token_needs_them() -> None:
+    engine = Engine(SMALL)
+    engine.add(request("a", [1] * 6, 14), 0.0)
+    tokens, now_s = 5, 0.0
+    while (result := engine.step(now_s)) is not None:
+        now_s = result.end_s
+        tokens += 1
+        assert engine.used_blocks == (0 if result.finished else -(-tokens // 4))
+    assert tokens == 6 + 13
 
 
 def test_priority_orders_the_queue_only_under_its_policy() -> None:
