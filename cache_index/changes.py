@@ -10,7 +10,8 @@ import struct
 from typing import Final
 
 from cache_index.blocks import HASH_BYTES
-from cache_index.radix import HolderRecord, RadixInconsistent, RadixIndex
+from cache_index.errors import RadixInconsistent
+from cache_index.radix import HolderRecord, RadixIndex
 from cache_index.types import Holder, SourceKey
 
 __all__ = ["apply_changes", "holder_record", "load_node", "source_name", "source_of"]

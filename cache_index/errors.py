@@ -3,12 +3,19 @@
 CacheIndexError
 ├── MalformedBatch        a frame or payload from a publisher that is not a batch of KV events
 ├── EmbeddedServerError   the private Valkey server did not start
+├── RadixInconsistent     a change does not fit the mirror: something in between was missed
 └── IndexUnavailable      Redis cannot be reached, or answered something the index cannot use
 """
 
 from __future__ import annotations
 
-__all__ = ["CacheIndexError", "EmbeddedServerError", "IndexUnavailable", "MalformedBatch"]
+__all__ = [
+    "CacheIndexError",
+    "EmbeddedServerError",
+    "IndexUnavailable",
+    "MalformedBatch",
+    "RadixInconsistent",
+]
 
 
 class CacheIndexError(Exception):
@@ -25,6 +32,10 @@ class MalformedBatch(CacheIndexError):
 
 class EmbeddedServerError(CacheIndexError):
     """The private Valkey server did not come up within its deadline."""
+
+
+class RadixInconsistent(CacheIndexError):
+    """A change does not fit what the mirror has: it missed something and must start over."""
 
 
 class IndexUnavailable(CacheIndexError):

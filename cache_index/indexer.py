@@ -28,8 +28,8 @@ from cache_index.writer import SourceWriter
 __all__ = ["Indexer", "SourceRunner"]
 
 _log = logging.getLogger(__name__)
-_LEASE_TTL_MS = 5000
-_LEASE_ROUND_S = 1.0
+# A lease is renewed and asked for this often, so that one lost round does not cost it.
+_LEASE_ROUNDS = 5
 _CALLS_PER_ROUND = 32
 _RETRY_S = (0.05, 1.0)
 _IDLE_WAKE_S = 1.0
@@ -105,8 +105,17 @@ class SourceRunner:
 class Indexer:
     """All sources of this process. `run` writes until cancelled."""
 
-    def __init__(self, redis: RedisIndex, *, base_unit_tokens: int, trust_lease_s: float) -> None:
+    def __init__(
+        self,
+        redis: RedisIndex,
+        *,
+        base_unit_tokens: int,
+        trust_lease_s: float,
+        writer_lease_s: float = 5.0,
+    ) -> None:
         self._redis = redis
+        self._lease_ttl_ms = round(writer_lease_s * 1000)
+        self._lease_round_s = writer_lease_s / _LEASE_ROUNDS
         self._base_unit_tokens = base_unit_tokens
         self._trust_lease_s = trust_lease_s
         self._owner = uuid.uuid4().hex
@@ -233,7 +242,7 @@ class Indexer:
         for runner in list(self._runners.values()):
             await self._keep_lease(runner, runner.look(now_s))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._lease_wake.wait(), _LEASE_ROUND_S)
+            await asyncio.wait_for(self._lease_wake.wait(), self._lease_round_s)
         self._lease_wake.clear()
 
     async def _keep_lease(self, runner: SourceRunner, seen: bool) -> None:
@@ -243,12 +252,14 @@ class Indexer:
             await self._redis.release(key, self._owner)
         elif writer.token:
             token = writer.token
-            if not await self._redis.renew(key, self._owner, _LEASE_TTL_MS, token):
+            if not await self._redis.renew(key, self._owner, self._lease_ttl_ms, token):
                 self.counts["lease_lost"] += 1
                 writer.stop()
                 self._lease_wake.set()
         elif seen:
-            token, _ = await self._redis.acquire(key, self._owner, _LEASE_TTL_MS, uuid.uuid4().hex)
+            token, _ = await self._redis.acquire(
+                key, self._owner, self._lease_ttl_ms, uuid.uuid4().hex
+            )
             if token and self._runners.get(key) is runner:
                 self.counts["lease_taken"] += 1
                 writer.lead(token)

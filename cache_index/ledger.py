@@ -8,6 +8,10 @@ A pool's announcement counts only for a hash that this source has itself stored 
 gives it the right root (Mooncake announces salted hashes without saying so) and refuses what no
 engine would ask for (LMCache announces the unsalted hash of salted blocks). Where LMCache's
 announcements and salted blocks come from one source they cannot be told apart, so none counts.
+
+Two things the wire does not say: engines before vLLM 0.19 send no extra keys, so their salted
+blocks look unsalted; and with `kv_cache_report_mode="full"` a block announced again looks like a
+second copy and stays credited until the engine clears its cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A gateway's own copy of the index, fed by the change stream.
 
-Reading waits at Redis for at most `_BLOCK_MS`; an answer without a rest says that the copy was
-current at that moment, so the age of the last such answer is the lag. Past the allowed lag, or
-without Redis, the mirror is not `current` and matches nothing. A hole in the stream's numbers, or
-another generation of the index, means starting over from a snapshot.
+One connection waits at Redis for changes. Another asks, many times a second, for the number of the
+last change: if the copy has it, the copy was current when that question was sent, and the age of
+the last such moment is the lag. (A wait that ends by its own time limit could not tell: an idle
+Redis looks at such limits only ten times a second.) Past the allowed lag, or without Redis, the
+mirror is not `current` and matches nothing. A hole in the stream's numbers, or another generation
+of the index, means starting over from a snapshot.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from collections.abc import Sequence
 
 from cache_index.blocks import pack_hashes
 from cache_index.changes import apply_changes, holder_record, load_node
-from cache_index.errors import IndexUnavailable
-from cache_index.radix import RadixInconsistent, RadixIndex
-from cache_index.redis_index import RedisIndex
+from cache_index.errors import IndexUnavailable, RadixInconsistent
+from cache_index.radix import RadixIndex
+from cache_index.redis_index import RedisIndex, Snapshot
 from cache_index.types import Holder
 
 __all__ = ["Mirror"]
 
 _log = logging.getLogger(__name__)
-_BLOCK_MS = 40
+_BLOCK_MS = 500
+_ASK_S = 0.025
 _RETRY_S = (0.05, 1.0)
 _SWEEP_NODES = 200
 
@@ -39,6 +42,7 @@ class Mirror:
         self._radix = RadixIndex(max_units)
         self._ready = False
         self._caught_up_at_s = 0.0
+        self._position = 0
         self.snapshots = 0
         self.changes = 0
         self.failures = 0
@@ -69,20 +73,28 @@ class Mirror:
         while True:
             try:
                 await self._follow()
-            except RadixInconsistent as reason:
-                _log.info("the mirror starts over: %s", reason)
+            except* RadixInconsistent as reasons:
+                _log.info("the mirror starts over: %s", reasons.exceptions[0])
                 pause_s = _RETRY_S[0]
-            except IndexUnavailable as reason:
+            except* IndexUnavailable as reasons:
                 self.failures += 1
-                _log.debug("the mirror waits for Redis: %s", reason)
+                _log.debug("the mirror waits for Redis: %s", reasons.exceptions[0])
                 pause_s = min(pause_s * 2, _RETRY_S[1])
             finally:
                 self._ready = False
             await asyncio.sleep(pause_s)
 
     async def _follow(self) -> None:
-        radix = RadixIndex(self._max_units)
         snapshot = await self._redis.snapshot()
+        radix = await self._load(snapshot)
+        self._position = snapshot.position
+        self._radix = radix
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read(radix, snapshot.generation))
+            tasks.create_task(self._ask(snapshot.generation))
+
+    async def _load(self, snapshot: Snapshot) -> RadixIndex:
+        radix = RadixIndex(self._max_units)
         for holder_id, record in snapshot.holders.items():
             radix.add_holder(holder_id, holder_record(record))
         async with contextlib.aclosing(self._redis.nodes()) as pages:
@@ -91,20 +103,37 @@ class Mirror:
                     load_node(radix, node_id, value)
                 await asyncio.sleep(0)
         self.snapshots += 1
-        position = snapshot.position
+        return radix
+
+    async def _read(self, radix: RadixIndex, generation: bytes | None) -> None:
+        """Apply changes as they come."""
         while True:
-            page = await self._redis.read_changes(position, _BLOCK_MS)
-            if page.generation != snapshot.generation:
+            asked_at_s = time.monotonic()
+            page = await self._redis.read_changes(self._position, _BLOCK_MS)
+            if page.generation != generation:
                 raise RadixInconsistent("another generation of the index")
             for entry_id, data in page.entries:
-                if entry_id != position + 1:
+                if entry_id != self._position + 1:
                     raise RadixInconsistent("the change stream was trimmed")
                 apply_changes(radix, data)
-                position = entry_id
+                self._position = entry_id
             self.changes += len(page.entries)
             radix.sweep(_SWEEP_NODES)
             if page.complete:
-                self._radix = radix
-                self._caught_up_at_s = time.monotonic()
-                self._ready = True
+                self._was_current(asked_at_s)
             await asyncio.sleep(0)
+
+    async def _ask(self, generation: bytes | None) -> None:
+        """Find out whether the copy has the last change, also while there are none."""
+        while True:
+            asked_at_s = time.monotonic()
+            tail = await self._redis.tail()
+            if tail.generation != generation:
+                raise RadixInconsistent("another generation of the index")
+            if tail.position <= self._position:
+                self._was_current(asked_at_s)
+            await asyncio.sleep(_ASK_S)
+
+    def _was_current(self, at_s: float) -> None:
+        self._caught_up_at_s = max(self._caught_up_at_s, at_s)
+        self._ready = True

@@ -10,13 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_index.blocks import HASH_BYTES
+from cache_index.errors import RadixInconsistent
 from cache_index.types import Holder
 
-__all__ = ["HolderRecord", "RadixInconsistent", "RadixIndex"]
-
-
-class RadixInconsistent(Exception):
-    """A change does not fit what is here: something in between was missed."""
+__all__ = ["HolderRecord", "RadixIndex"]
 
 
 @dataclass(frozen=True, slots=True)

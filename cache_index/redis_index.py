@@ -71,6 +71,13 @@ class StreamPage(NamedTuple):
     complete: bool
 
 
+class Tail(NamedTuple):
+    """The index's generation and the number of its last change."""
+
+    generation: bytes | None
+    position: int
+
+
 class Snapshot(NamedTuple):
     """The state from which a mirror starts; changes up to `position` are contained in it."""
 
@@ -196,6 +203,15 @@ class RedisIndex:
             pipe.execute_command("HGETALL", self.keys.holders)
             (generation, seq), holders = await pipe.execute()
         return Snapshot(generation, int(seq or 0), dict(holders))
+
+    async def tail(self) -> Tail:
+        """Where the change stream ends now."""
+        with _mapped():
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                generation, seq = await self._client.execute_command(
+                    "HMGET", self.keys.meta, "gen", "seq"
+                )
+        return Tail(generation, int(seq or 0))
 
     async def nodes(self) -> AsyncGenerator[list[tuple[bytes, bytes]]]:
         """All nodes, in pages of (node id, value)."""

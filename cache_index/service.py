@@ -32,7 +32,10 @@ class CacheIndex:
 
     With `redis_url` None a private Valkey server is started. `mirror_max_units` bounds both the
     copy in this process and what is written to Redis: past it new units are refused, which
-    under-reports. Nothing here raises because Redis or a publisher is gone.
+    under-reports. A copy older than `mirror_max_lag_s` answers nothing. Gateways that share a
+    Redis share an index if `namespace` and `base_unit_tokens` are the same; a gateway that dies is
+    replaced as writer after `writer_lease_s`. Nothing here raises because Redis or a publisher is
+    gone.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class CacheIndex:
         registry: CollectorRegistry,
         mirror_max_units: int = _DEFAULT_MAX_UNITS,
         trust_lease_s: float = 5.0,
+        mirror_max_lag_s: float = 0.1,
+        writer_lease_s: float = 5.0,
         namespace: str = "kvroute",
     ) -> None:
         self._redis_url = redis_url
@@ -50,6 +55,8 @@ class CacheIndex:
         self._registry = registry
         self._max_units = mirror_max_units
         self._trust_lease_s = trust_lease_s
+        self._max_lag_s = mirror_max_lag_s
+        self._writer_lease_s = writer_lease_s
         self._namespace = namespace
         self._matches: Counter[str] = Counter()
         self._embedded: EmbeddedServer | None = None
@@ -74,11 +81,12 @@ class CacheIndex:
             max_units=self._max_units,
             namespace=self._namespace,
         )
-        self._mirror = Mirror(self._redis, max_units=self._max_units)
+        self._mirror = Mirror(self._redis, max_units=self._max_units, max_lag_s=self._max_lag_s)
         self._indexer = Indexer(
             self._redis,
             base_unit_tokens=self._base_unit_tokens,
             trust_lease_s=self._trust_lease_s,
+            writer_lease_s=self._writer_lease_s,
         )
         self._indexer.set_sources(self._specs)
         self._collector = IndexCollector(

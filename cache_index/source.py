@@ -34,6 +34,9 @@ _RECENT_BATCHES = 4096
 _MAX_PENDING = 1024
 # After so many replays without an answer the source goes on as if it had no replay endpoint.
 _REPLAY_ATTEMPTS = 2
+# A publisher's socket may drop part of a long answer; asking again from there brings the rest. So
+# many answers in a row that bring nothing mean that the rest does not exist any more.
+_TORN_ATTEMPTS = 3
 
 
 class Delivery(NamedTuple):
@@ -46,11 +49,17 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True)
 class _Replay:
-    """A replay under way: what it must show first, and whether it showed another life."""
+    """A replay under way: what it must show first, and what it has shown.
+
+    `torn`: batches were missing in its middle, so what came after them was not applied.
+    """
 
     confirming: bool
     rebuild: bool
     other_life: bool = False
+    confirmed: bool = False
+    torn: bool = False
+    taken: int = 0
 
 
 class SourceState:
@@ -70,6 +79,7 @@ class SourceState:
         self._replayable = replayable
         self._degraded = False
         self._failures = 0
+        self._torn = 0
         self._replay: _Replay | None = None
         self._replay_wanted = replayable
         self._pending: deque[Delivery] = deque(maxlen=_MAX_PENDING)
@@ -156,7 +166,7 @@ class SourceState:
         """Take one message of the answer to a replay request."""
         operations: list[Operation] = []
         replay = self._replay
-        if replay is None or replay.other_life:
+        if replay is None or replay.other_life or replay.torn:
             return operations
         if replay.rebuild:
             replay.rebuild = False
@@ -164,23 +174,31 @@ class SourceState:
         elif replay.confirming:
             replay.confirming = False
             if delivery.seq == self.last_seq and delivery.digest == self._last_digest:
+                replay.confirmed = True
                 return operations
             if delivery.seq <= self.last_seq:
                 replay.other_life = True
                 self._begin_life("restart", operations)
                 return operations
-        self._take_replayed(delivery, now_s, operations)
+        self._take_replayed(replay, delivery, now_s, operations)
         return operations
 
-    def _take_replayed(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
+    def _take_replayed(
+        self, replay: _Replay, delivery: Delivery, now_s: float, out: list[Operation]
+    ) -> None:
         if delivery.seq <= self.last_seq:
             self.counts["duplicate"] += 1
             return
         if delivery.seq != self.last_seq + 1:
+            if (replay.taken or replay.confirmed) and self._torn < _TORN_ATTEMPTS:
+                replay.torn = True
+                self.counts["replay_torn"] += 1
+                return
             if self.last_seq >= 0:
                 self._drop("past the replay buffer", out)
             else:
                 self._partial_reason = "older batches have left the replay buffer"
+        replay.taken += 1
         self._apply(delivery, now_s, out)
 
     def end_replay(self, asked_at_s: float, now_s: float) -> list[Operation]:
@@ -199,8 +217,9 @@ class SourceState:
             self._begin_life("restart", operations)
             replay.other_life = True
         self._degraded = False
-        self._replay_wanted = replay.other_life
-        if replay.other_life:
+        self._replay_wanted = replay.other_life or replay.torn
+        self._torn = self._torn + 1 if replay.torn and not replay.taken else 0
+        if self._replay_wanted:
             return operations
         if self.last_seq < 0:
             self._complete = True
@@ -211,9 +230,10 @@ class SourceState:
     def fail_replay(self, now_s: float) -> list[Operation]:
         """No END within the deadline. Goes on without replay after a few of these."""
         operations: list[Operation] = []
-        self._replay = None
+        replay, self._replay = self._replay, None
         self.counts["replay_failed"] += 1
-        self._failures += 1
+        # An answer that only lost its END goes on where it stopped.
+        self._failures = 0 if replay is not None and replay.taken else self._failures + 1
         if self._failures >= _REPLAY_ATTEMPTS and self._replay_wanted and not self._degraded:
             self._degraded = True
             if self.last_seq >= 0:

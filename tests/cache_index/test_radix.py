@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cache_index import Holder, pack_hashes
-from cache_index.radix import HolderRecord, RadixInconsistent, RadixIndex
+from cache_index.errors import RadixInconsistent
+from cache_index.radix import HolderRecord, RadixIndex
 
 RUN = pack_hashes(range(1, 65))
 TAIL = pack_hashes(range(100, 110))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 
 from cache_index import CacheIndex, Holder, Root, SourceSpec, Trust, chain_hashes, pack_tokens
 from cache_index.embedded import EmbeddedServer
+from cache_index.lifeline import supervised
 
 from .conftest import eventually
 from .publisher import CLEARED, MODEL, Publisher, as_array, removed, stored
@@ -212,6 +214,54 @@ async def test_two_instances_on_one_redis_agree_and_the_standby_takes_over(
         await eventually(lambda: standby.sources()[0].leading)
         await publisher.publish(stored([3], TOKENS[32:48], parent=2))
         await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 3})
+
+
+GATEWAY = """
+import asyncio, json, sys
+from prometheus_client import CollectorRegistry
+from cache_index import CacheIndex, ModelIdentity, SourceSpec
+async def main(url, namespace, endpoint, replay):
+    index = CacheIndex(
+        redis_url=url, registry=CollectorRegistry(), namespace=namespace, writer_lease_s=1.0
+    )
+    await index.start()
+    index.set_sources([SourceSpec("r0", 0, endpoint, replay, "", ModelIdentity("sim-model"))])
+    while not index.sources()[0].leading:
+        await asyncio.sleep(0.01)
+    print("leading", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_writer_killed_is_replaced_within_its_lease(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        await publisher.publish(stored([1, 2], TOKENS[:32]))
+        spec = publisher.spec()
+        arguments = [server.url, namespace, spec.endpoint, str(spec.replay_endpoint)]
+        gateway = await asyncio.create_subprocess_exec(
+            *supervised([sys.executable, "-c", GATEWAY, *arguments]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert gateway.stdout is not None
+        assert await gateway.stdout.readline() == b"leading\n"
+        standby = await stack.enter_async_context(
+            running(server.url, namespace, writer_lease_s=1.0)
+        )
+        standby.set_sources([spec])
+        await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 2})
+        assert not standby.sources()[0].leading
+        # Its supervisor ends it at once, without a chance to give the lease back.
+        assert gateway.stdin is not None
+        gateway.stdin.close()
+        await gateway.wait()
+        await publisher.publish(stored([3], TOKENS[32:48], parent=2))
+        await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 3}, timeout_s=5.0)
+        assert standby.sources()[0].leading
 
 
 async def test_redis_killed_and_restarted_is_filled_again() -> None:

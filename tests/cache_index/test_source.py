@@ -227,3 +227,41 @@ def test_the_epoch_comes_before_what_belongs_to_it() -> None:
     state = synced(delivery(0, block(1)))
     out = state.live(delivery(1, removed([1]), CLEARED, block(2)), 1.0)
     assert [type(op) for op in out] == [Remove, NewEpoch, Store]
+
+
+def test_a_torn_replay_goes_on_where_it_was_torn() -> None:
+    everything = [delivery(i, block(i + 1)) for i in range(9)]
+    state = source()
+    out = replay(state, *everything[:3], *everything[5:])
+    assert (state.last_seq, state.replay_wanted) == (2, True)
+    out += replay(state, *everything)
+    assert kinds(out) == ["Store"] * 9
+    assert not state.replay_wanted
+    assert state.trust(0.0) == (Trust.EXACT, "")
+
+
+def test_a_replay_torn_at_the_same_place_again_and_again_has_lost_it() -> None:
+    state = synced(delivery(0, block(1)))
+    state.connected(1.0)
+    rest = [delivery(0, block(1)), *(delivery(i, block(i + 1)) for i in range(4, 8))]
+    out: list[Operation] = []
+    for _ in range(10):
+        if not state.replay_wanted:
+            break
+        out += replay(state, *rest, at_s=1.0)
+    assert kinds(out) == ["NewEpoch"] + ["Store"] * 4
+    assert state.trust(1.0) == (Trust.PARTIAL, "past the replay buffer")
+
+
+def test_an_answer_that_only_lost_its_end_is_no_failure() -> None:
+    everything = [delivery(i, block(i + 1)) for i in range(10)]
+    state = source()
+    for cut in range(0, 10, 2):
+        state.begin_replay()
+        for one in everything[: cut + 2]:
+            if one.seq >= max(0, state.last_seq):
+                state.replayed(one, 0.0)
+        state.fail_replay(0.0)
+    replay(state, *everything)
+    assert (state.last_seq, state.life) == (9, 0)
+    assert state.trust(0.0) == (Trust.EXACT, "")
