@@ -28,7 +28,9 @@ MIN_CACHE_REQUESTS = 4
 SESSIONS_PER_S_OF_RUN = 2.7
 ARRIVAL_SHARE = 0.4
 THINK_SHARE = 0.03
-PREFILL_TOKENS_PER_S = 4000.0
+PREFILL_TOKENS_PER_S = 4500.0
+# Long enough that conversations, not the shared system prompts, make up most of the working set.
+USER_CHARS = (500, 1500)
 # A trace comes with its own lengths: the prefill rate is such that computing every prompt in full
 # would keep all replicas busy for this share of the time.
 TRACE_UTILISATION = 0.75
@@ -60,6 +62,7 @@ def multiturn_settings(settings: DemoSettings) -> MultiturnSettings:
         arrival_window_s=ARRIVAL_SHARE * settings.duration_s,
         turns=(5, 6),
         think_mean_s=THINK_SHARE * settings.duration_s,
+        user_chars=USER_CHARS,
     )
 
 

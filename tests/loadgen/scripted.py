@@ -73,7 +73,8 @@ def stream(events: bytes, cuts: list[int] | None = None, replica: str = "r1") ->
     """A chunked 200 answer whose payload is cut at `cuts`, every cut a piece of its own."""
     head = (
         "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-        f"x-kvroute-replica: {replica}\r\ntransfer-encoding: chunked\r\n\r\n"
+        f"x-kvroute-replica: {replica}\r\nx-kvroute-matched-tokens: 16\r\n"
+        "transfer-encoding: chunked\r\n\r\n"
     )
     edges = [0, *(cuts or []), len(events)]
     pieces = [events[a:b] for a, b in pairwise(edges) if b > a]

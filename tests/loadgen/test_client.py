@@ -37,6 +37,7 @@ async def test_measures_a_chat_stream_however_it_is_cut(cuts):
         outcome = await send(server.url)
     assert (outcome.error, outcome.reply, outcome.replica) == (None, "one two three", "r7")
     assert (outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens) == (40, 32, 3)
+    assert outcome.matched_tokens == 16
     assert outcome.due_s <= outcome.sent_s <= outcome.first_token_s <= outcome.done_s
     assert len(outcome.gaps_s) == 2 and min(outcome.gaps_s) >= 0
 
