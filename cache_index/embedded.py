@@ -94,14 +94,14 @@ class EmbeddedServer:
 
     async def _answers(self) -> bool:
         try:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_unix_connection(str(self._socket)), 1.0
-            )
+            async with asyncio.timeout(1.0):
+                reader, writer = await asyncio.open_unix_connection(str(self._socket))
         except (OSError, TimeoutError):
             return False
         try:
             writer.write(b"PING\r\n")
-            return await asyncio.wait_for(reader.readline(), 1.0) == b"+PONG\r\n"
+            async with asyncio.timeout(1.0):
+                return await reader.readline() == b"+PONG\r\n"
         except (OSError, TimeoutError):
             return False
         finally:

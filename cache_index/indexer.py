@@ -207,9 +207,7 @@ class Indexer:
             outcomes = await self._redis.apply([call for _, call in batch])
             for (writer, _), outcome in zip(batch, outcomes, strict=True):
                 self._settle(writer, outcome)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), _IDLE_WAKE_S)
-        self._wake.clear()
+        await _woken(self._wake, _IDLE_WAKE_S)
 
     def _next_calls(self) -> list[tuple[SourceWriter, ApplyCall]]:
         batch: list[tuple[SourceWriter, ApplyCall]] = []
@@ -241,9 +239,7 @@ class Indexer:
         now_s = time.monotonic()
         for runner in list(self._runners.values()):
             await self._keep_lease(runner, runner.look(now_s))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._lease_wake.wait(), self._lease_round_s)
-        self._lease_wake.clear()
+        await _woken(self._lease_wake, self._lease_round_s)
 
     async def _keep_lease(self, runner: SourceRunner, seen: bool) -> None:
         key, writer = runner.spec.key, runner.writer
@@ -273,3 +269,11 @@ class Indexer:
             if complete:
                 break
         await asyncio.sleep(_SWEEP_ROUND_S)
+
+
+async def _woken(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, or until it is time anyway; the event is taken."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    event.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -86,10 +86,11 @@ class Snapshot(NamedTuple):
     holders: dict[bytes, bytes]
 
 
-@contextlib.contextmanager
-def _mapped() -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _deadline() -> AsyncIterator[None]:
     try:
-        yield
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
+            yield
     except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
         raise IndexUnavailable(f"{type(error).__name__}: {error}") from error
 
@@ -106,7 +107,9 @@ class RedisIndex:
             url,
             protocol=2,
             socket_connect_timeout=_CALL_TIMEOUT_S,
-            socket_timeout=_CALL_TIMEOUT_S,
+            # Deadlines are `_deadline`'s: with this set the client uses `asyncio.wait_for`, which
+            # on Python 3.11 can swallow the cancellation of a task that is being closed.
+            socket_timeout=None,
             retry=Retry(NoBackoff(), 0),
             max_connections=16,
         )
@@ -120,7 +123,7 @@ class RedisIndex:
     async def load_functions(self) -> None:
         """Put this version's functions into Redis, over what is there of the same version."""
         source = files("cache_index").joinpath("functions.lua").read_bytes()
-        with _mapped():
+        async with _deadline():
             await self._client.execute_command("FUNCTION", "LOAD", "REPLACE", source)
 
     async def acquire(
@@ -160,9 +163,8 @@ class RedisIndex:
                 _STREAM_LENGTH,
                 call.operations,
             )
-        with _mapped():
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                replies = await pipe.execute(raise_on_error=False)
+        async with _deadline():
+            replies = await pipe.execute(raise_on_error=False)
         if any(_missing_library(reply) for reply in replies):
             await self.load_functions()
         return [_outcome(reply) for reply in replies]
@@ -187,7 +189,7 @@ class RedisIndex:
 
     async def totals(self) -> tuple[int, int]:
         """Units and nodes in the index."""
-        with _mapped():
+        async with _deadline():
             units, nodes = await self._client.execute_command(
                 "HMGET", self.keys.meta, "units", "nodes"
             )
@@ -197,7 +199,7 @@ class RedisIndex:
 
     async def snapshot(self) -> Snapshot:
         """Where a mirror starts; `nodes` must be read after this."""
-        with _mapped():
+        async with _deadline():
             pipe = self._client.pipeline(transaction=False)
             pipe.execute_command("HMGET", self.keys.meta, "gen", "seq")
             pipe.execute_command("HGETALL", self.keys.holders)
@@ -206,7 +208,7 @@ class RedisIndex:
 
     async def tail(self) -> Tail:
         """Where the change stream ends now."""
-        with _mapped():
+        async with _deadline():
             async with asyncio.timeout(_CALL_TIMEOUT_S):
                 generation, seq = await self._client.execute_command(
                     "HMGET", self.keys.meta, "gen", "seq"
@@ -218,7 +220,7 @@ class RedisIndex:
         cursor: int | bytes = 0
         pattern = _literal(self.keys.nodes) + b"*"
         while True:
-            with _mapped():
+            async with _deadline():
                 cursor, found = await self._client.execute_command(
                     "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT
                 )
@@ -234,12 +236,11 @@ class RedisIndex:
 
     async def read_changes(self, position: int, block_ms: int) -> StreamPage:
         """Changes after `position`, waiting at most `block_ms` for the first."""
-        with _mapped():
+        async with _deadline():
             pipe = self._client.pipeline(transaction=False)
             pipe.execute_command("HGET", self.keys.meta, "gen")
             pipe.xread({self.keys.changes: f"{position}-0"}, count=_READ_COUNT, block=block_ms)
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                generation, streams = await pipe.execute()
+            generation, streams = await pipe.execute()
         entries = [
             (int(entry_id.partition(b"-")[0]), fields[b"d"])
             for _, page in streams or ()
@@ -256,19 +257,15 @@ class RedisIndex:
     async def _fcall(
         self, name: str, keys: Sequence[bytes], args: Sequence[object], command: str = "FCALL"
     ) -> Any:
-        with _mapped():
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                try:
-                    return await self._client.execute_command(
-                        command, f"{_LIBRARY}_{name}", len(keys), *keys, *args
-                    )
-                except ResponseError as error:
-                    if not _missing_library(error):
-                        raise
-                await self.load_functions()
-                return await self._client.execute_command(
-                    command, f"{_LIBRARY}_{name}", len(keys), *keys, *args
-                )
+        call = (command, f"{_LIBRARY}_{name}", len(keys), *keys, *args)
+        async with _deadline():
+            try:
+                return await self._client.execute_command(*call)
+            except ResponseError as error:
+                if not _missing_library(error):
+                    raise
+            await self.load_functions()
+            return await self._client.execute_command(*call)
 
 
 def _missing_library(reply: object) -> bool:

@@ -193,8 +193,10 @@ class Subscriber:
             await asyncio.sleep(min(left_s, self._probe_s))
 
     async def _wait(self, seconds: float) -> None:
+        # Not `wait_for`: on Python 3.11 it can swallow a cancellation.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
         self._wake.clear()
 
     def _open_dealer(self, endpoint: str) -> zmq.asyncio.Socket:

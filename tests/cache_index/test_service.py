@@ -320,3 +320,17 @@ async def test_a_wrong_endpoint_is_a_reason_and_nothing_more(
         await eventually(lambda: "nonsense" in index.sources()[0].reason)
         assert index.sources()[0].trust is Trust.NONE
         await eventually(lambda: index.available)
+
+
+async def test_closing_is_prompt_whatever_is_under_way(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    async with publishing() as publisher:
+        for _ in range(8):
+            async with asyncio.timeout(3):
+                async with running(server.url, namespace) as index:
+                    index.set_sources([publisher.spec()])
+                    await publisher.publish(CLEARED)
+                    index.set_sources([])
+                    index.set_sources([publisher.spec()])
+                    await eventually(lambda: index.sources()[0].trust is Trust.EXACT)
