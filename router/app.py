@@ -8,9 +8,8 @@ application that FastAPI would have called.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
@@ -19,25 +18,25 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cache_index.service import CacheIndex
 from cache_index.types import SourceSpec, SourceStatus
 from router.config import Settings
-from router.errors import InvalidRequest, RequestError
+from router.dispatch import Dispatcher
+from router.errors import InvalidRequest, ModelNotFound, RequestError
+from router.forward import Forwarder
 from router.health import Prober
 from router.identify import Identifier, load_tokenizers
 from router.load import FleetLoad
 from router.metrics import FleetCollector, Metrics
+from router.owners import Owners
 from router.placement import Placer, PrefixIndex
+from router.planning import Planner
 from router.policy import POLICIES
-from router.prompt import CHAT_PATH, COMPLETIONS_PATH
 from router.relay import Relay
 from router.replicas import Fleet, Replica
-
-logger = logging.getLogger("kvroute")
-
-HOT_PATHS = (CHAT_PATH, COMPLETIONS_PATH)
+from router.routes import ROUTES, Kind, Route
 
 
 class Index(PrefixIndex, Protocol):
@@ -46,6 +45,11 @@ class Index(PrefixIndex, Protocol):
     @property
     def available(self) -> bool:
         """Whether matches are being answered."""
+        ...
+
+    @property
+    def redis_url(self) -> str | None:
+        """The server in use, once started."""
         ...
 
     async def start(self) -> None:
@@ -75,6 +79,7 @@ class Gateway:
     load: FleetLoad
     index: Index
     identifier: Identifier
+    owners: Owners
     prober: Prober
     relay: Relay
     draining: bool = False
@@ -104,8 +109,12 @@ class Gateway:
             load_tokenizers(settings), metrics, timeout_s=settings.render_timeout_s
         )
         prober = Prober(fleet, settings, lambda: index.set_sources(fleet.source_specs()))
-        relay = Relay(settings, fleet, load, placer, identifier, metrics)
-        return cls(settings, registry, fleet, load, index, identifier, prober, relay)
+        owners = Owners(lambda: index.redis_url)
+        planner = Planner(settings, fleet, placer, identifier, owners)
+        forwarder = Forwarder(settings, metrics, owners)
+        dispatcher = Dispatcher(settings, planner, placer, load, forwarder, metrics)
+        relay = Relay(settings, planner, dispatcher, metrics)
+        return cls(settings, registry, fleet, load, index, identifier, owners, prober, relay)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -118,9 +127,22 @@ class Gateway:
             self.draining = True
             await self.prober.close()
             await self.identifier.close()
+            await self.owners.close()
             for replica in self.fleet.replicas.values():
                 replica.pool.close_idle()
             await self.index.close()
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """Cards of what is served, and of the aliases for it."""
+        cards = {card["id"]: card for card in self.fleet.model_cards()}
+        for alias, target in self.settings.model_aliases.items():
+            if target in cards and alias not in cards:
+                cards[alias] = {**cards[target], "id": alias, "root": target}
+        return list(cards.values())
+
+    def known_models(self) -> list[str]:
+        """Every name a request may use."""
+        return sorted({*self.fleet.model_names(), *self.settings.model_aliases})
 
     def replica_states(self) -> dict[str, dict[str, Any]]:
         """What /readyz says of each replica."""
@@ -149,29 +171,35 @@ class HotPath:
 
     def __init__(self, app: FastAPI, relay: Relay) -> None:
         self.app = app
+        self._relay = relay
         declared = {getattr(route, "path", None) for route in app.routes}
-        self._hot = {path: relay for path in HOT_PATHS if path in declared}
+        self._hot = {
+            route.path: route
+            for route in ROUTES
+            if route.kind is Kind.GENERATE and route.path in declared
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            relay = self._hot.get(scope["path"])
-            if relay is not None:
-                await relay(scope, receive, send)
+            route = self._hot.get(scope["path"])
+            if route is not None:
+                await self._relay.serve(route, scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
 class RelayResponse(Response):
-    """What a hot route answers when it is reached through FastAPI after all."""
+    """What a data route answers when it is reached through FastAPI: the relay takes over."""
 
-    def __init__(self, relay: ASGIApp) -> None:
+    def __init__(self, relay: Relay, route: Route) -> None:
         super().__init__()
         self._relay = relay
+        self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand the connection over."""
-        await self._relay(scope, receive, send)
+        await self._relay.serve(self._route, scope, receive, send)
 
 
 def create_app(settings: Settings, index: Index | None = None) -> HotPath:
@@ -185,37 +213,45 @@ def create_app(settings: Settings, index: Index | None = None) -> HotPath:
 
     app = FastAPI(title="kvroute", lifespan=lifespan)
     app.state.gateway = gateway
-    _declare_generation(app, gateway)
     _declare_control(app, gateway)
+    _declare_data(app, gateway)
     _declare_errors(app)
     return HotPath(app, gateway.relay)
 
 
-def _declare_generation(app: FastAPI, gateway: Gateway) -> None:
-    body = {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"type": "object"}}},
-        }
-    }
+def _declare_data(app: FastAPI, gateway: Gateway) -> None:
+    for route in ROUTES:
+        for method in route.methods:  # one each, so that each has its own id in the documentation
+            app.add_api_route(
+                route.path,
+                _endpoint(gateway.relay, route),
+                methods=[method],
+                summary=route.summary,
+                response_class=Response,
+            )
 
-    @app.post(CHAT_PATH, openapi_extra=body, response_class=Response)
-    async def chat_completions() -> Response:
-        """Chat completion, streaming or not; the body goes to a replica unchanged."""
-        return RelayResponse(gateway.relay)
 
-    @app.post(COMPLETIONS_PATH, openapi_extra=body, response_class=Response)
-    async def completions() -> Response:
-        """Text completion, streaming or not; the body goes to a replica unchanged."""
-        return RelayResponse(gateway.relay)
+def _endpoint(relay: Relay, route: Route) -> Callable[[], Awaitable[Response]]:
+    async def endpoint() -> Response:
+        return RelayResponse(relay, route)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The union of what the healthy replicas serve."""
-        return {"object": "list", "data": gateway.fleet.model_cards()}
+    return endpoint
 
 
 def _declare_control(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The union of what the healthy replicas serve, and which replicas serve each."""
+        return {"object": "list", "data": gateway.model_cards()}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One model's card."""
+        for card in gateway.model_cards():
+            if card["id"] == name:
+                return card
+        raise ModelNotFound(name, gateway.known_models())
+
     @app.get("/livez")
     async def livez() -> dict[str, str]:
         """The process answers."""
@@ -256,8 +292,13 @@ def _declare_errors(app: FastAPI) -> None:
         shaped = _routing_error(request, getattr(error, "status_code", 500))
         return JSONResponse(shaped.payload(), status_code=shaped.status)
 
+    async def own(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestError)
+        return JSONResponse(error.payload(), status_code=error.status)
+
     for status in (404, 405):
         app.add_exception_handler(status, answer)
+    app.add_exception_handler(RequestError, own)
 
 
 def _routing_error(request: Request, status: int) -> RequestError:

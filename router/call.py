@@ -9,6 +9,7 @@ from typing import Protocol
 
 from router.errors import ClientGone, RequestError
 from router.placement import Placement
+from router.routes import Route
 from router.upstream import Exchange, Headers
 from router.wire import Receive, Scope, Send, request_id
 
@@ -35,43 +36,70 @@ class Call:
         "_task",
         "_timer",
         "_watcher",
+        "arrived_at_s",
         "exchange",
         "expired",
         "gone",
         "headers",
+        "is_events",
+        "method",
+        "object_id",
         "path",
         "placement",
         "receive",
         "request_id",
+        "route",
         "send",
         "started",
         "started_at_s",
         "status",
+        "tail",
         "target",
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, loop: asyncio.AbstractEventLoop
+        self,
+        route: Route,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
+        self.route = route
+        self.method: str = scope["method"]
+        self.object_id: str | None = scope.get("path_params", {}).get("object_id")
         self.path: str = scope["path"]
         query: bytes = scope.get("query_string", b"")
-        self.target = self.path.encode() + (b"?" + query if query else b"")
+        raw: bytes = scope.get("raw_path") or self.path.encode()
+        self.target = raw + (b"?" + query if query else b"")
         self.headers: Headers = scope["headers"]
         self.receive = receive
         self.send = send
         self.request_id = request_id(self.headers)
+        self.arrived_at_s = 0.0
         self.started_at_s = time.perf_counter()
         self.exchange: Exchange | None = None
         self.placement: Placement | None = None
         self.gone = False
         self.started = False
         self.status = 0
+        self.is_events = False
+        self.tail = b""
         self.expired: RequestError | None = None
         self._loop = loop
         self._task = asyncio.current_task(loop)
         self._connection: Connection | None = scope.get(CONNECTION_KEY)
         self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, status: int, *, is_events: bool) -> None:
+        """An answer's head is about to be sent; `is_events`: it is a stream of server-sent events.
+
+        From here on `tail` is the last piece of it that was sent.
+        """
+        self.status = status
+        self.started = True
+        self.is_events = is_events
 
     def arm(self, seconds: float, error: RequestError) -> None:
         """Set the deadline, in place of the present one; `error` is the answer past it."""

@@ -80,6 +80,19 @@ class Settings(BaseSettings):
     tokenizers: Annotated[
         dict[str, Path], Field(description="folder per model name, before `tokenizer`")
     ] = {}
+    model_aliases: Annotated[
+        dict[str, str],
+        Field(description="names for models: what clients ask for to what is served"),
+    ] = {}
+    allow_pin: Annotated[
+        bool, Field(description="whether `x-kvroute-pin: NAME[/RANK]` may choose the replica")
+    ] = False
+    retry_statuses: Annotated[
+        list[int], Field(description="a replica's answers that are tried elsewhere")
+    ] = [502, 503, 504]
+    retry_budget: Annotated[
+        float, Field(ge=0, description="retries of answered requests, as a share of all requests")
+    ] = 0.2
     base_unit_tokens: Annotated[
         int, Field(ge=1, le=4096, description="tokens per hashed unit; divides every block size")
     ] = 16
@@ -93,10 +106,15 @@ class Settings(BaseSettings):
     max_inflight: Annotated[int, Field(ge=1, description="requests at once; beyond it 503")] = 8192
     body_timeout_s: Annotated[float, Field(gt=0, description="to read a request body")] = 60.0
     connect_timeout_s: Annotated[float, Field(gt=0, description="to connect to a replica")] = 2.0
+    first_byte_timeout_s: Annotated[
+        float, Field(gt=0, description="longest wait for a replica's answer to begin")
+    ] = 600.0
     idle_timeout_s: Annotated[
         float, Field(gt=0, description="longest silence of a replica within one answer")
     ] = 600.0
-    request_timeout_s: Annotated[float, Field(gt=0, description="one whole request")] = 1800.0
+    request_timeout_s: Annotated[
+        float, Field(gt=0, description="one whole request; `x-request-timeout` may shorten it")
+    ] = 1800.0
     render_timeout_s: Annotated[
         float, Field(gt=0, description="to have a replica tokenize; past it load decides")
     ] = 0.25

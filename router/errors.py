@@ -20,9 +20,29 @@ KvrouteError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any
 
 import orjson
+
+
+class Shape(StrEnum):
+    """Whose error objects a route's clients expect."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class KvrouteError(Exception):
@@ -45,24 +65,27 @@ class RequestError(KvrouteError):
         self.message = message
         self.param = param
 
-    def payload(self) -> dict[str, Any]:
-        """The body in OpenAI's shape."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
+    def payload(self, shape: Shape = Shape.OPENAI, request_id: str = "") -> dict[str, Any]:
+        """The body in the shape that the route's clients read."""
+        if shape is Shape.ANTHROPIC:
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            error = {"type": kind, "message": self.message, "code": self.code}
+            return {"type": "error", "error": error, "request_id": request_id}
+        fields = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
         }
+        return {"error": {**fields, "request_id": request_id} if request_id else fields}
 
-    def body(self) -> bytes:
+    def body(self, shape: Shape = Shape.OPENAI, request_id: str = "") -> bytes:
         """The JSON bytes of `payload`; a lone surrogate in a quoted name becomes `?`."""
         try:
-            return orjson.dumps(self.payload())
+            return orjson.dumps(self.payload(shape, request_id))
         except orjson.JSONEncodeError:
             self.message = self.message.encode("utf-8", "replace").decode()
-            return orjson.dumps(self.payload())
+            return orjson.dumps(self.payload(shape, request_id))
 
 
 class InvalidRequest(RequestError):
@@ -80,6 +103,18 @@ class ModelNotFound(RequestError):
         listed = ", ".join(repr(name) for name in known) or "none yet"
         message = f"The model {model[:200]!r} is not served here. Available models: {listed}."
         super().__init__(message, param="model")
+
+
+class PinRefused(RequestError):
+    status = 403
+    type = "invalid_request_error"
+    code = "pin_refused"
+
+
+class OwnerGone(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
 
 
 class BodyTimeout(RequestError):

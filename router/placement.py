@@ -84,10 +84,19 @@ class Placer:
         return matched
 
     def place(
-        self, prompt: Prompt, replicas: Sequence[Replica], matched: Mapping[tuple[str, int], int]
+        self,
+        prompt: Prompt,
+        replicas: Sequence[Replica],
+        matched: Mapping[tuple[str, int], int],
+        only_rank: int | None = None,
     ) -> Placement:
         """Choose among the ranks of `replicas`, which must not be empty."""
-        ranks = [(replica, rank) for replica in replicas for rank in replica.ranks]
+        ranks = [
+            (replica, rank)
+            for replica in replicas
+            for rank in replica.ranks
+            if only_rank is None or rank == only_rank
+        ]
         snapshot = Snapshot(
             prompt_tokens=prompt.tokens,
             candidates=tuple(

@@ -17,6 +17,8 @@ from router.tokenizing import ModelTokenizer, RenderError
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"
+MESSAGES_PATH = "/v1/messages"
 
 
 class Request(NamedTuple):
@@ -31,11 +33,11 @@ class Request(NamedTuple):
 
 def parse_request(path: str, body: bytes) -> Request:
     """Read a body. Raises InvalidRequest when it is not a JSON object or names no model."""
-    fields = _load_object(body)
+    fields = load_object(body)
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequest("`model` is required and must be a string.", param="model")
-    if path == CHAT_PATH and not isinstance(fields.get("messages"), list):
+    if path in (CHAT_PATH, MESSAGES_PATH) and not isinstance(fields.get("messages"), list):
         raise InvalidRequest("`messages` is required and must be an array.", param="messages")
     if path == COMPLETIONS_PATH and not isinstance(fields.get("prompt"), str | list):
         message = "`prompt` is required: a string, an array of strings or token ids."
@@ -46,7 +48,8 @@ def parse_request(path: str, body: bytes) -> Request:
     )
 
 
-def _load_object(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes) -> dict[str, Any]:
+    """A JSON object's fields. Raises InvalidRequest."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -88,6 +91,8 @@ def local_tokens(request: Request, tokenizer: ModelTokenizer) -> bytes | None:
     try:
         if request.path == CHAT_PATH:
             return tokenizer.chat(request.fields)
+        if request.path != COMPLETIONS_PATH:
+            return None
         prompt = first_prompt(request.fields["prompt"])
         if not isinstance(prompt, str):
             return None
@@ -121,6 +126,8 @@ def tokenize_call(request: Request) -> dict[str, Any] | None:
         )
         call = {name: request.fields[name] for name in kept if name in request.fields}
         return {"model": request.model, **call}
+    if request.path != COMPLETIONS_PATH:
+        return None
     prompt = first_prompt(request.fields["prompt"])
     if not isinstance(prompt, str):
         return None

@@ -1,44 +1,94 @@
-"""The replicas and what is known of each: health, models, ranks, KV event publishers."""
+"""The replicas: what is known of each, which may get a request now, who joins and who leaves.
+
+Everything here happens on one event loop and without awaiting, so that each change is whole. A
+replica's facts are written by the prober, its fate by `report`, its place by the fleet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from cache_index.identity import ModelIdentity
 from cache_index.types import SourceSpec
+from router.breaker import Breaker, BreakerRules, Outcome, State
 from router.config import KvEventsConfig, ReplicaConfig, Settings
+from router.engines import EngineKind, EngineLoad, ServedModel
+from router.load import FleetLoad, Inflight
+from router.outliers import (
+    Kind,
+    OutlierRules,
+    Standing,
+    Traffic,
+    ejection_s,
+    excess,
+    next_repeats,
+    outliers,
+)
 from router.upstream import ReplicaPool
 
+__all__ = ["STATES", "Ejection", "Fleet", "Replica", "ServedModel"]
+
+STATES = ("up", "slow_start", "half_open", "open", "ejected", "sleeping", "draining", "down")
+_BREAKER_STATES = {
+    State.CLOSED: "up",
+    State.SLOW_START: "slow_start",
+    State.HALF_OPEN: "half_open",
+    State.OPEN: "open",
+}
+_FAILURES = frozenset({Outcome.SERVER_ERROR, Outcome.REFUSED, Outcome.CUT, Outcome.TIMEOUT})
+_WITHOUT_WORD = frozenset({Outcome.CUT, Outcome.TIMEOUT})
+
 
 @dataclass(slots=True)
-class ServedModel:
-    """One name under which a replica serves: its base model, and the adapter if it is one."""
+class Ejection:
+    """Whether a replica is ejected as an outlier, and how often it has been."""
 
-    base: str
-    adapter: str
-    card: dict[str, Any]
+    kind: Kind | None = None
+    since_s: float | None = None
+    until_s: float = math.inf
+    repeats: int = 0
+    let_in_at_s: float = -math.inf
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
-    """One serving engine. Written by the prober and by the relay's failures, read by all."""
+    """One serving engine. A replica that was removed and comes back is another object."""
 
     name: str
     url: str
     pool: ReplicaPool
     base_path: bytes
+    netloc: bytes
     declared_events: list[KvEventsConfig] | None
-    healthy: bool = False
+    breaker: Breaker
+    traffic: Traffic
+    kind: EngineKind = EngineKind.UNKNOWN
+    ready: bool = False
     reason: str = "not probed yet"
+    sleeping: bool = False
+    draining: bool = False
+    leaving: bool = False
+    newcomer: bool = False
     ranks: tuple[int, ...] = (0,)
     models: Mapping[str, ServedModel] = field(default_factory=dict)
     sources: tuple[SourceSpec, ...] = ()
+    engine_load: EngineLoad = EngineLoad()
+    ejection: Ejection = field(default_factory=Ejection)
+    inflight: Inflight = field(default_factory=Inflight)
+    changed: Callable[[Replica, State | None], None] = lambda replica, state: None
 
     @classmethod
-    def from_config(cls, config: ReplicaConfig, settings: Settings) -> Replica:
+    def from_config(
+        cls,
+        config: ReplicaConfig,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Replica:
         """A replica that has not been probed yet."""
         parts = urlsplit(config.url)
         pool = ReplicaPool(
@@ -47,33 +97,329 @@ class Replica:
             connect_timeout_s=settings.connect_timeout_s,
             keepalive_s=settings.keepalive_s,
         )
-        return cls(config.name, config.url, pool, parts.path.encode(), config.kv_events)
+        rules = BreakerRules(settings.breaker_failures, slow_start_s=settings.slow_start_s)
+        replica = cls(
+            name=config.name,
+            url=config.url,
+            pool=pool,
+            base_path=parts.path.encode(),
+            netloc=parts.netloc.encode(),
+            declared_events=config.kv_events,
+            breaker=Breaker(rules, clock),
+            traffic=Traffic(clock),
+        )
+        replica.breaker.changed = replica._breaker_changed
+        return replica
 
     @property
-    def netloc(self) -> bytes:
-        """The Host header."""
-        return urlsplit(self.url).netloc.encode()
+    def host(self) -> str:
+        """Where its publishers are too."""
+        return urlsplit(self.url).hostname or ""
 
     @property
     def ranked(self) -> bool:
         """Whether a request must say which data-parallel rank it is for."""
         return len(self.ranks) > 1
 
+    @property
+    def state(self) -> str:
+        """One of STATES: what most keeps it from taking requests."""
+        if self.draining:
+            return "draining"
+        if not self.ready:
+            return "down"
+        if self.sleeping:
+            return "sleeping"
+        if self.ejection.kind is not None:
+            return "ejected"
+        return _BREAKER_STATES[self.breaker.state]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it takes requests, if only a few."""
+        return self.state in ("up", "slow_start", "half_open")
+
+    @property
+    def admits(self) -> bool:
+        """Whether one more request fits what a trial or a slow start allows."""
+        return self.inflight.recent < self.breaker.allowance
+
+    # What the relay says
+
+    def report(self, outcome: Outcome, ttft_s: float | None = None) -> None:
+        """One attempt has ended. `ttft_s` of a streaming 200, unless `began` was told."""
+        if ttft_s is not None:
+            self.traffic.add_ttft(ttft_s)
+        if outcome is Outcome.ABANDONED:
+            return
+        self.traffic.add(failed=outcome in _FAILURES)
+        if outcome is Outcome.REFUSED:
+            if self.ready:
+                self.failed("it refused a connection")
+        elif outcome in _WITHOUT_WORD:
+            self.breaker.failed()
+        elif outcome is not Outcome.SERVER_ERROR:
+            self.breaker.succeeded()
+
+    def began(self, ttft_s: float | None = None) -> None:
+        """An answer below 500 has begun: a trial is passed without waiting for its end.
+
+        `ttft_s` from the attempt's start to the first byte, of a streaming 200.
+        """
+        if ttft_s is not None:
+            self.traffic.add_ttft(ttft_s)
+        if self.breaker.state is State.HALF_OPEN:
+            self.breaker.succeeded()
+
     def failed(self, reason: str) -> None:
-        """A request could not reach it: nothing is sent there until a probe succeeds."""
-        self.healthy = False
-        self.reason = reason
+        """It could not be reached: nothing is sent there until a probe succeeds."""
+        was, self.ready, self.reason = self.ready, False, reason
+        self.breaker.refused()
+        if was:
+            self.changed(self, None)
+
+    # What the prober says
+
+    def passed(self, *, sleeping: bool) -> None:
+        """A probe succeeded."""
+        woke = self.sleeping and not sleeping
+        news = woke or self.newcomer or not self.ready or sleeping != self.sleeping
+        self.ready, self.reason, self.sleeping = True, "", sleeping
+        self.breaker.probe_succeeded()
+        if woke or self.newcomer:
+            self.newcomer = False
+            self.start_slowly()
+        if news:
+            self.changed(self, None)
+
+    def start_slowly(self) -> None:
+        """Give it work little by little; what runs already is not counted."""
+        self.inflight.renew()
+        self.breaker.start_slowly()
+
+    def _breaker_changed(self, state: State) -> None:
+        if state is State.HALF_OPEN:
+            self.inflight.renew()
+        self.changed(self, state)
+
+    def explanation(self) -> str:
+        """Why it gets no requests, or fewer; empty when it is up."""
+        return {
+            "down": self.reason,
+            "draining": "draining" + (", then removed" if self.leaving else ""),
+            "sleeping": "the engine sleeps",
+            "ejected": f"ejected as an outlier: {self.ejection.kind}",
+            "open": "several requests in a row failed",
+            "half_open": "one trial request at a time",
+            "slow_start": "back for a short time",
+        }.get(self.state, "")
+
+    def describe(self) -> dict[str, Any]:
+        """Its state as JSON."""
+        return {
+            "url": self.url,
+            "kind": str(self.kind),
+            "healthy": self.healthy,
+            "state": self.state,
+            "reason": self.explanation(),
+            "models": sorted(self.models),
+            "ranks": list(self.ranks),
+            "requests": self.inflight.running,
+            "engine_running": self.engine_load.running,
+            "engine_waiting": self.engine_load.waiting,
+        }
+
+
+class _Group(NamedTuple):
+    """Who serves one model: freely, within an allowance, and only when nobody else can."""
+
+    free: list[Replica]
+    limited: list[Replica]
+    spare: list[Replica]
 
 
 class Fleet:
-    """All replicas, by name."""
+    """All replicas, by name. The one owner of who belongs to it and of who is ejected."""
 
-    def __init__(self, replicas: Iterable[Replica]) -> None:
-        self.replicas = {replica.name: replica for replica in replicas}
+    def __init__(
+        self,
+        replicas: Iterable[Replica] = (),
+        load: FleetLoad | None = None,
+        rules: OutlierRules = OutlierRules(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.on_added: list[Callable[[Replica], None]] = []
+        self.on_removed: list[Callable[[Replica], None]] = []
+        self.on_retired: list[Callable[[Replica], None]] = []
+        self.on_opened: list[Callable[[Replica], None]] = []
+        self.transitions: Counter[State] = Counter({state: 0 for state in State})
+        self.ejections: Counter[Kind] = Counter({kind: 0 for kind in Kind})
+        self._load = load or FleetLoad(1.0, clock)
+        self._rules = rules
+        self._clock = clock
+        self._groups: dict[str | None, _Group] = {}
+        self._stale_at_s = -math.inf
+        for replica in replicas:
+            self.add(replica)
 
-    def serving(self, model: str) -> list[Replica]:
-        """Healthy replicas that serve a model name."""
-        return [r for r in self.replicas.values() if r.healthy and model in r.models]
+    # Who may get a request: on the way of every request
+
+    def serving(
+        self, model: str | None, without: Collection[str] = (), only: str | None = None
+    ) -> list[Replica]:
+        """Replicas that may be sent a request for a model (None: any) now; not to be changed.
+
+        Those at their allowance, ejected, or open though they answer probes, are among them only
+        when there is nobody else: a request is rather tried than refused. `only` names the one
+        replica that can serve it at all, whose allowance then does not matter.
+        """
+        if self._clock() >= self._stale_at_s:
+            self._rebuild()
+        group = self._groups.get(model)
+        if group is None:
+            return []
+        if only is not None:
+            found = [each for part in group for each in part if each.name == only]
+        elif group.limited:
+            found = group.free + [each for each in group.limited if each.admits]
+        else:
+            found = group.free
+        if without:
+            found = [each for each in found if each.name not in without]
+        if not found and only is None:
+            rest = [each for each in group.limited if each.name not in without]
+            found = rest or [each for each in group.spare if each.name not in without]
+        return found
+
+    def taking(self) -> list[Replica]:
+        """Replicas that take requests, whatever they serve."""
+        return self.serving(None)
+
+    def _rebuild(self) -> None:
+        now_s = self._clock()
+        stale_at_s = math.inf
+        for replica in self.replicas.values():
+            replica.breaker.advance()
+            if replica.ejection.until_s <= now_s and replica.ejection.kind is not None:
+                self._let_in(replica)
+            until_s = replica.ejection.until_s if replica.ejection.kind is not None else math.inf
+            stale_at_s = min(stale_at_s, replica.breaker.next_change_s, until_s)
+        for peers in self._peers().values():
+            for name in excess(self._standings(peers)):
+                self._let_in(self.replicas[name])
+        self._groups = self._grouped()
+        self._stale_at_s = stale_at_s
+
+    def _grouped(self) -> dict[str | None, _Group]:
+        groups: dict[str | None, _Group] = defaultdict(lambda: _Group([], [], []))
+        for replica in self.replicas.values():
+            part = _part(replica)
+            if part is not None:
+                for model in (None, *replica.models):
+                    groups[model][part].append(replica)
+        return dict(groups)
+
+    # Outliers
+
+    def judge(self) -> None:
+        """Eject who does much worse than its peers; called about once a second."""
+        for peers in self._peers().values():
+            for name, kind in outliers(self._standings(peers), self._rules).items():
+                self._eject(self.replicas[name], kind)
+
+    def _peers(self) -> dict[str, list[Replica]]:
+        """By base model: replicas that take requests, or would if they were not ejected."""
+        groups: dict[str, list[Replica]] = defaultdict(list)
+        for replica in self.replicas.values():
+            usable = replica.healthy or replica.state == "ejected"
+            if usable and replica.breaker.state is not State.OPEN and replica.models:
+                groups[next(iter(replica.models.values())).base].append(replica)
+        return groups
+
+    def _standings(self, replicas: Iterable[Replica]) -> list[Standing]:
+        least = self._rules.least_ttfts
+        return [
+            each.traffic.standing(each.name, each.ejection.since_s, least) for each in replicas
+        ]
+
+    def _eject(self, replica: Replica, kind: Kind) -> None:
+        now_s, before = self._clock(), replica.ejection
+        well_s = now_s - before.let_in_at_s if before.repeats else 0.0
+        repeats = next_repeats(before.repeats, well_s, self._rules)
+        until_s = now_s + ejection_s(repeats, self._rules)
+        replica.ejection = Ejection(kind, now_s, until_s, repeats)
+        self.ejections[kind] += 1
+        self._changed(replica, None)
+
+    def _let_in(self, replica: Replica) -> None:
+        repeats = replica.ejection.repeats
+        replica.ejection = Ejection(repeats=repeats, let_in_at_s=self._clock())
+        replica.traffic.clear()
+        replica.start_slowly()
+        self._changed(replica, None)
+
+    # Who belongs to it
+
+    def add(self, replica: Replica) -> None:
+        """Take a replica in. Raises KeyError when its name is taken."""
+        if replica.name in self.replicas:
+            raise KeyError(replica.name)
+        self.replicas[replica.name] = replica
+        replica.inflight = self._load.inflight(replica.name)
+        replica.changed = self._changed
+        self._stale_at_s = -math.inf
+        for call in self.on_added:
+            call(replica)
+
+    def drain(self, replica: Replica) -> None:
+        """No new requests; those that run go on."""
+        replica.draining = True
+        self._changed(replica, None)
+
+    def undrain(self, replica: Replica) -> None:
+        """Take requests again; also takes a removal back that waits for running requests."""
+        replica.draining = replica.leaving = False
+        replica.inflight.on_idle = None
+        self._changed(replica, None)
+
+    def remove(self, replica: Replica, *, force: bool = False) -> None:
+        """Drain, and forget it with its last request; `force`: forget it now, let those end."""
+        self.drain(replica)
+        replica.leaving = True
+        if replica.inflight.running and not force:
+            replica.inflight.on_idle = lambda: self._forget(replica)
+        else:
+            self._forget(replica)
+
+    def _forget(self, replica: Replica) -> None:
+        if self.replicas.get(replica.name) is not replica:
+            return
+        del self.replicas[replica.name]
+        self._load.forget(replica.name)
+        self._stale_at_s = -math.inf
+        for call in self.on_removed:
+            call(replica)
+        if replica.inflight.running:
+            replica.inflight.on_idle = lambda: self._retire(replica)
+        else:
+            self._retire(replica)
+
+    def _retire(self, replica: Replica) -> None:
+        """The last request of a removed replica has ended."""
+        for call in self.on_retired:
+            call(replica)
+
+    def _changed(self, replica: Replica, state: State | None) -> None:
+        self._stale_at_s = -math.inf
+        if state is None:
+            return
+        self.transitions[state] += 1
+        if state is State.OPEN:
+            for call in self.on_opened:
+                call(replica)
+
+    # What is served
 
     def model_names(self) -> list[str]:
         """Every model name that any replica is known to serve, sorted."""
@@ -94,66 +440,18 @@ class Fleet:
 
     def any_healthy(self) -> bool:
         """Whether at least one replica can take a request."""
-        return any(replica.healthy for replica in self.replicas.values())
+        return bool(self.taking())
 
     def source_specs(self) -> list[SourceSpec]:
         """The KV event publishers of all replicas."""
         return [spec for replica in self.replicas.values() for spec in replica.sources]
 
 
-def served_models(listing: Any) -> dict[str, ServedModel]:
-    """A replica's GET /v1/models, by name; an adapter's card names its parent.
-
-    Without adapters all names are aliases of the first one: they share one KV cache.
-    """
-    data = listing.get("data") if isinstance(listing, dict) else None
-    cards = [card for card in data or () if isinstance(card, dict) and card.get("id")]
-    bases = [card["id"] for card in cards if not card.get("parent")]
-    models = {}
-    for card in cards:
-        adapter = card["id"] if card.get("parent") else ""
-        models[card["id"]] = ServedModel(bases[0] if bases else card["id"], adapter, card)
-    return models
-
-
-def source_specs(
-    name: str, host: str, publishers: Sequence[KvEventsConfig], model: ModelIdentity
-) -> tuple[SourceSpec, ...]:
-    """Index sources of one replica; a wildcard address means the replica's own host."""
-    return tuple(
-        SourceSpec(
-            replica=name,
-            rank=publisher.rank,
-            endpoint=dialable(publisher.endpoint, host),
-            replay_endpoint=dialable(publisher.replay_endpoint, host)
-            if publisher.replay_endpoint
-            else None,
-            topic=publisher.topic,
-            model=model,
-        )
-        for publisher in publishers
-    )
-
-
-def dialable(endpoint: str, host: str) -> str:
-    """A publisher's bind address as a subscriber connects to it."""
-    wrapped = f"[{host}]" if ":" in host else host
-    for wildcard in ("://*:", "://0.0.0.0:", "://[::]:"):
-        endpoint = endpoint.replace(wildcard, f"://{wrapped}:")
-    return endpoint
-
-
-def listed_publishers(listing: Any) -> list[KvEventsConfig]:
-    """GET /kv_event_sources: publishers by data-parallel rank; what is malformed is left out."""
-    found = []
-    for rank, entry in listing.items() if isinstance(listing, dict) else ():
-        if str(rank).isdigit() and isinstance(entry, dict) and entry.get("endpoint"):
-            found.append(
-                KvEventsConfig(
-                    rank=int(rank),
-                    endpoint=str(entry["endpoint"]),
-                    replay_endpoint=entry.get("replay_endpoint"),
-                    topic=str(entry.get("topic") or ""),
-                )
-            )
-    return found
+def _part(replica: Replica) -> int | None:
+    """Where in a group a replica stands; None: nowhere."""
+    state = replica.state
+    if state in ("draining", "down", "sleeping"):
+        return None
+    if state in ("ejected", "open"):
+        return 2
+    return 0 if state == "up" else 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -82,6 +83,17 @@ class Exchange(asyncio.Protocol):
             self._transport.writelines((head, body))
         if self._drain is not None:
             await self._drain
+
+    async def send_on(self, parts: AsyncIterator[bytes], chunked: bool) -> None:
+        """Write the rest of a body as it arrives, unless the replica answers before its end."""
+        async for part in parts:
+            if self._transport is None or self._closed or self._head is not None:
+                return
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+            if self._drain is not None:
+                await self._drain
+        if chunked and self._transport is not None:
+            self._transport.write(b"0\r\n\r\n")
 
     async def head(self, idle_s: float) -> ResponseHead:
         """The response head. Raises UpstreamUnavailable, TimeoutError after `idle_s` of silence."""
@@ -280,9 +292,18 @@ class ReplicaPool:
             self.discard(exchange)
 
 
-def request_head(method: bytes, target: bytes, headers: Headers, body_bytes: int) -> bytes:
-    """The request's first bytes. `headers` carry no framing and no hop-by-hop field."""
+def request_head(method: bytes, target: bytes, headers: Headers, body_bytes: int | None) -> bytes:
+    """The request's first bytes; a body of unknown length is chunked.
+
+    `headers` carry no framing and no hop-by-hop field.
+    """
     lines = [b"%b %b HTTP/1.1\r\n" % (method, target)]
     lines += [b"%b: %b\r\n" % pair for pair in headers]
-    lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
+    framing = b"transfer-encoding: chunked" if body_bytes is None else _length(method, body_bytes)
+    lines.append(framing + b"\r\n\r\n" if framing else b"\r\n")
     return b"".join(lines)
+
+
+def _length(method: bytes, body_bytes: int) -> bytes:
+    bare = not body_bytes and method in (b"GET", b"HEAD", b"DELETE")
+    return b"" if bare else b"content-length: %d" % body_bytes

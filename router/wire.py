@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from random import getrandbits
 from typing import Any
 
-from router.errors import BodyTooLarge, ClientGone, RequestError, UnsupportedEncoding
+from router.errors import BodyTooLarge, ClientGone, RequestError, Shape, UnsupportedEncoding
 from router.upstream import Headers
 
 Message = MutableMapping[str, Any]
@@ -90,9 +90,11 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request body is larger than {max_bytes} bytes (max_body_bytes).")
 
 
-async def send_error(send: Send, error: RequestError, extra: Headers) -> None:
+async def send_error(
+    send: Send, error: RequestError, extra: Headers, shape: Shape, request_id: str
+) -> None:
     """Answer with an error of our own. The connection closes: its body may be half read."""
-    body = error.body()
+    body = error.body(shape, request_id)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

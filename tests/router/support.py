@@ -69,6 +69,8 @@ class ScriptedReplica:
         self.seen: list[Seen] = []
         self.connections = 0
         self.closed = asyncio.Event()
+        self.unrecorded = {"/tokenize"}
+        self.gets: dict[str, bytes] = {}
         self.event_sources: dict[str, Any] | None = None
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,7 +104,7 @@ class ScriptedReplica:
         self.connections += 1
         try:
             while (seen := await self._read(reader)) is not None:
-                if seen.method == "GET" or seen.target == "/tokenize":
+                if seen.method == "GET" or seen.target in self.unrecorded:
                     writer.write(self._control(seen))
                 else:
                     self.seen.append(seen)
@@ -123,10 +125,22 @@ class ScriptedReplica:
         first, *lines = head.rstrip("\r\n").split("\r\n")
         method, target, _ = first.split(" ")
         headers = [(k.lower(), v.strip()) for k, _, v in (line.partition(":") for line in lines)]
+        if dict(headers).get("transfer-encoding") == "chunked":
+            return Seen(method, target, headers, await self._chunks(reader))
         length = int(dict(headers).get("content-length", "0"))
         return Seen(method, target, headers, await reader.readexactly(length))
 
+    async def _chunks(self, reader: asyncio.StreamReader) -> bytes:
+        body = b""
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            body += await reader.readexactly(size)
+            await reader.readexactly(2)
+        await reader.readexactly(2)
+        return body
+
     def _control(self, seen: Seen) -> bytes:
+        if seen.target in self.gets:
+            return self.gets[seen.target]
         if seen.target == "/health":
             return json_answer({}, self.health)
         if seen.target == "/v1/models":
@@ -143,6 +157,7 @@ class TaughtIndex:
     holds: Callable[[int, Sequence[int]], Mapping[Holder, int]] = lambda root, hashes: {}
     specs: list[SourceSpec] = field(default_factory=list)
     available: bool = True
+    redis_url: str | None = None
     asked: list[tuple[int, int]] = field(default_factory=list)
 
     async def start(self) -> None: ...

@@ -167,8 +167,9 @@ async def test_a_cut_stream_ends_in_an_error_event_and_an_aborted_transfer(part:
                     received += data
         assert b"[DONE]" not in received
         event = received.rstrip(b"\n").split(b"\n\n")[-1]
-        error = json.loads(event.removeprefix(b"data: "))["error"]
-        assert error["code"] == "no_replica" and "Send the request again" in error["message"]
+        assert event.startswith(b"event: error\ndata: {")
+        error = json.loads(event.removeprefix(b"event: error\ndata: "))["error"]
+        assert error["code"] == "no_replica" and "Send it again" in error["message"]
         await running.becomes_idle()
 
 
@@ -339,7 +340,7 @@ async def test_a_silent_replica_times_out_with_504() -> None:
         await reader.read(1)
 
     async with scripted(silent) as (replica,):
-        async with running_gateway(replica, idle_timeout_s=0.1) as running:
+        async with running_gateway(replica, first_byte_timeout_s=0.1) as running:
             answer = await running.post(chat())
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "replica_timeout")
             await running.becomes_idle()

@@ -122,9 +122,9 @@ async def test_control_routes() -> None:
         ready = await running.client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (200, "ready")
         assert ready.json()["replicas"][replica.name]["trust"] == "none"
-        missing = await running.client.get("/v1/nope")
+        missing = await running.client.get("/nope")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-        wrong = await running.client.get("/v1/chat/completions")
+        wrong = await running.client.put("/livez")
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         paths = (await running.client.get("/openapi.json")).json()["paths"]
         assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(paths)

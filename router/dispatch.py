@@ -1,0 +1,156 @@
+"""Sends a planned request: placed, opened, and elsewhere again while nothing of an answer is there.
+
+What is sent again, and where the limits are:
+
+| what happened | sent again | limit |
+|---|---|---|
+| connecting failed | elsewhere | every replica once |
+| an idle connection was closed just as it was used | to the same replica, afresh | once each |
+| the replica closed before its answer | elsewhere, if repeatable | once |
+| it answered one of `retry_statuses` | elsewhere, if repeatable | the retry budget |
+| it was silent | no | its deadline |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from router.budget import RetryBudget
+from router.call import Call
+from router.config import Settings
+from router.errors import NoReplica, UpstreamUnavailable
+from router.forward import Forwarder
+from router.load import FleetLoad
+from router.metrics import Metrics
+from router.placement import Placement, Placer
+from router.planning import Plan, Planner
+from router.replicas import Replica
+from router.upload import rest_of
+from router.upstream import Exchange, ResponseHead, request_head
+from router.wire import header, upstream_headers
+
+logger = logging.getLogger("kvroute.dispatch")
+
+MAX_CUT_ATTEMPTS = 2
+"""A request that makes replicas drop it is not carried through the whole fleet."""
+
+
+class Dispatcher:
+    """Carries out plans."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        planner: Planner,
+        placer: Placer,
+        load: FleetLoad,
+        forwarder: Forwarder,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._planner = planner
+        self._placer = placer
+        self._load = load
+        self._forwarder = forwarder
+        self._metrics = metrics
+        self._budget = RetryBudget(settings.retry_budget)
+        self._retried = frozenset(settings.retry_statuses)
+
+    async def run(self, call: Call, plan: Plan) -> None:
+        """Send until an answer is forwarded. Raises RequestError, TimeoutError, ClientGone."""
+        self._budget.request()
+        tried: frozenset[str] = frozenset()
+        cuts = 0
+        while True:
+            call.check()
+            replicas = self._planner.candidates(plan.model, plan.only, tried)
+            placement = self._placer.place(plan.prompt, replicas, plan.matched, plan.rank)
+            call.placement = placement
+            replica = placement.replica
+            rank_load = self._load.rank(replica.name, placement.rank)
+            with rank_load.take(placement.uncached_tokens, plan.streaming) as ticket:
+                try:
+                    head = await self._open(call, plan, placement)
+                    if not self._try_elsewhere(plan, head, replicas):
+                        await self._forwarder.forward(call, plan, head, ticket)
+                        return
+                    self._failed(replica, "refused", f"status {head.status}")
+                except UpstreamUnavailable as error:
+                    call.check()
+                    cuts += call.exchange is not None
+                    self._failed(replica, "unavailable", str(error))
+                    if call.exchange is not None and not self._again(plan, cuts):
+                        message = f"The replica closed the connection without an answer: {error}."
+                        raise NoReplica(message) from error
+                finally:
+                    if call.exchange is not None:
+                        call.exchange.release()
+                        call.exchange = None
+            tried |= {replica.name}
+            self._metrics.retries.inc()
+
+    @staticmethod
+    def _again(plan: Plan, cuts: int) -> bool:
+        return plan.repeatable and cuts < MAX_CUT_ATTEMPTS
+
+    def _try_elsewhere(self, plan: Plan, head: ResponseHead, replicas: Sequence[Replica]) -> bool:
+        if head.status not in self._retried or not plan.repeatable or plan.only is not None:
+            return False
+        return len(replicas) > 1 and self._budget.retry()
+
+    async def _open(self, call: Call, plan: Plan, placement: Placement) -> ResponseHead:
+        """Send the request and wait for the response head. Raises UpstreamUnavailable."""
+        replica = placement.replica
+        try:
+            # What must not be sent twice does not go on a connection that may just be closing.
+            call.exchange = await replica.pool.acquire(fresh=not plan.repeatable)
+        except UpstreamUnavailable as error:
+            replica.failed(str(error))
+            raise
+        try:
+            return await self._send(call, call.exchange, plan, placement)
+        except UpstreamUnavailable:
+            # An idle connection may be closed by the replica just as it is used again.
+            if not (call.exchange.reused and call.exchange.untouched) or call.gone:
+                raise
+        call.exchange.abort()
+        call.exchange = await replica.pool.acquire(fresh=True)
+        return await self._send(call, call.exchange, plan, placement)
+
+    async def _send(
+        self, call: Call, exchange: Exchange, plan: Plan, placement: Placement
+    ) -> ResponseHead:
+        call.check()
+        replica = placement.replica
+        rank = placement.rank if replica.ranked else None
+        headers = upstream_headers(call.headers, replica.netloc, call.request_id, rank)
+        method = call.method.encode()
+        length = _body_bytes(call, plan)
+        head = request_head(method, replica.base_path + call.target, headers, length)
+        upload = plan.upload
+        if upload is None or upload.complete:
+            await exchange.send(head, plan.body, method)
+        else:
+            first = plan.body if length is not None else _chunk(plan.body)
+            await exchange.send(head, first, method)
+            rest = rest_of(call.receive, len(plan.body), self._settings.max_body_bytes)
+            await exchange.send_on(rest, chunked=length is None)
+            call.watch()
+        return await exchange.head(self._settings.first_byte_timeout_s)
+
+    def _failed(self, replica: Replica, kind: str, reason: str) -> None:
+        self._metrics.upstream_failures.labels(replica.name, kind).inc()
+        logger.warning("replica %s: %s: %s", replica.name, kind, reason)
+
+
+def _body_bytes(call: Call, plan: Plan) -> int | None:
+    """The body's length where it is known before its end."""
+    if plan.upload is None or plan.upload.complete:
+        return len(plan.body)
+    declared = header(call.headers, b"content-length")
+    return int(declared) if declared is not None else None
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

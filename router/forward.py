@@ -1,0 +1,118 @@
+"""Passes a replica's answer on to the client as it arrives, and learns from it on the way."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from router.call import Call
+from router.config import Settings
+from router.errors import NoReplica, RequestError, UpstreamCut
+from router.load import Ticket
+from router.metrics import Metrics
+from router.owners import Owners, object_id
+from router.placement import Placement
+from router.planning import Plan
+from router.upstream import Exchange, Headers, ResponseHead
+from router.wire import HOP_BY_HOP, forwarded, header
+
+logger = logging.getLogger("kvroute.forward")
+
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
+
+
+class Forwarder:
+    """Answers to clients."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, owners: Owners) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._owners = owners
+
+    async def forward(
+        self,
+        call: Call,
+        plan: Plan,
+        head: ResponseHead,
+        ticket: Ticket,
+    ) -> None:
+        """Pass the whole answer on. One that breaks off ends in an aborted transfer."""
+        exchange, placement = call.exchange, call.placement
+        assert exchange is not None and placement is not None
+        headers = forwarded(head.headers, HOP_BY_HOP) + own_headers(call)
+        self._metrics.matched_tokens.inc(placement.matched_tokens)
+        call.begin(head.status, is_events=_is_events(head))
+        await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
+        try:
+            chunk = await exchange.read(self._settings.idle_timeout_s)
+            ticket.first_token()
+            if plan.streaming and head.status == 200:
+                elapsed_s = time.perf_counter() - call.arrived_at_s
+                self._metrics.ttft_s.labels(placement.replica.name).observe(elapsed_s)
+            if call.route.makes and head.status == 200:
+                await self._learn_owner(chunk, placement)
+            await self._pass_on(call, plan, placement, exchange, chunk)
+        except (UpstreamCut, TimeoutError) as error:
+            call.check()
+            self._metrics.upstream_failures.labels(placement.replica.name, "cut").inc()
+            logger.warning("replica %s: cut: %s", placement.replica.name, error)
+            await cut(call, NoReplica(f"The replica's answer broke off: {error}. Send it again."))
+
+    async def _pass_on(
+        self, call: Call, plan: Plan, placement: Placement, exchange: Exchange, chunk: bytes
+    ) -> None:
+        while True:
+            call.check()
+            if b"cached_tokens" in chunk:
+                self._compare(chunk, plan, placement)
+            ended = exchange.ended
+            call.tail = chunk or call.tail
+            await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
+            if ended:
+                return
+            chunk = await exchange.read(self._settings.idle_timeout_s)
+
+    async def _learn_owner(self, chunk: bytes, placement: Placement) -> None:
+        made = object_id(chunk)
+        if made is not None:
+            await self._owners.put(made, placement.replica.name)
+
+    def _compare(self, chunk: bytes, plan: Plan, placement: Placement) -> None:
+        """What the engine says it reused, against what was predicted."""
+        found = _CACHED_TOKENS.findall(chunk)
+        if not found or plan.prompt.token_ids is None:
+            return
+        cached = int(found[-1])
+        self._metrics.cached_tokens.inc(cached)
+        over = placement.matched_tokens - cached
+        if over:
+            direction = "over" if over > 0 else "under"
+            self._metrics.misprediction_tokens.labels(direction).inc(abs(over))
+
+
+def _is_events(head: ResponseHead) -> bool:
+    kind = header(head.headers, b"content-type")
+    return kind is not None and kind.startswith(b"text/event-stream")
+
+
+async def cut(call: Call, error: RequestError) -> None:
+    """End an answer that has begun: an error event where it is a stream, and no proper end.
+
+    The server aborts the transfer of an answer that is left unfinished.
+    """
+    if not call.is_events:
+        return
+    event = b"event: error\ndata: %b\n\n" % error.body(call.route.shape, call.request_id.decode())
+    if call.tail and not call.tail.endswith(b"\n\n"):
+        event = b"\n\n" + event
+    await call.send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+def own_headers(call: Call) -> Headers:
+    """What the gateway says of a request it has served."""
+    headers = [(b"x-kvroute-request-id", call.request_id)]
+    if call.placement is not None:
+        headers.append((b"x-kvroute-replica", call.placement.replica.name.encode()))
+        headers.append((b"x-kvroute-matched-tokens", b"%d" % call.placement.matched_tokens))
+    return headers

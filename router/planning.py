@@ -1,0 +1,223 @@
+"""What is to be done with a request: which replicas may serve it, what is sent, what is known.
+
+Everything that can be refused is refused here, before a replica is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from router.call import Call
+from router.config import Settings
+from router.errors import InvalidRequest, ModelNotFound, NoReplica, OwnerGone, PinRefused
+from router.identify import Identifier
+from router.owners import Owners
+from router.placement import BYTES_PER_TOKEN_GUESS, Placer, Prompt
+from router.prompt import Request, load_object, parse_request
+from router.replicas import Fleet, Replica
+from router.routes import Kind
+from router.splice import splice
+from router.upload import Upload, read_form
+from router.wire import header, read_body
+
+OWNING_FIELDS = ("previous_response_id", "input_file_id")
+"""Fields that name an object another request has made: the request belongs with its owner."""
+
+
+class Pin(NamedTuple):
+    """The replica, and perhaps the rank, that a request insists on."""
+
+    replica: str
+    rank: int | None
+
+
+class Plan(NamedTuple):
+    """A request that can be sent. `only` names the one replica it belongs to."""
+
+    model: str | None
+    body: bytes
+    upload: Upload | None
+    prompt: Prompt
+    matched: Mapping[tuple[str, int], int]
+    streaming: bool
+    repeatable: bool
+    only: str | None
+    rank: int | None
+
+
+class Planner:
+    """Reads a request and plans it. One method per kind of route."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        placer: Placer,
+        identifier: Identifier,
+        owners: Owners,
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._placer = placer
+        self._identifier = identifier
+        self._owners = owners
+
+    async def plan(self, call: Call, arrived: Callable[[Call], None]) -> Plan:
+        """The plan of a request whose body is read here; `arrived` is called once it is.
+
+        Raises RequestError, ClientGone.
+        """
+        route = call.route
+        limit = self._settings.max_body_bytes
+        if route.kind is Kind.UPLOAD and call.method == "POST":
+            upload = await read_form(call.headers, call.receive, max_bytes=limit)
+            arrived(call)
+            return await self._plan_upload(call, upload)
+        body = await read_body(call.headers, call.receive, max_bytes=limit)
+        arrived(call)
+        if route.kind is Kind.GENERATE:
+            return await self._plan_generation(call, body)
+        return await self._plan_other(call, body)
+
+    async def _plan_generation(self, call: Call, body: bytes) -> Plan:
+        request = parse_request(call.path, body)
+        request, body = self._resolve(request, body)
+        only = await self._insisted(call, request.fields)
+        replicas = self.candidates(request.model, only.replica if only else None)
+        call.watch()
+        prompt = await self._identifier.identify(request, replicas, call.headers, len(body))
+        matched = self._placer.match(prompt, replicas)
+        return self._made(call, request.model, body, only, prompt, matched, request.stream)
+
+    async def _plan_other(self, call: Call, body: bytes) -> Plan:
+        fields = _fields(call, body)
+        model = fields.get("model")
+        if call.route.kind is Kind.MODEL and model is not None and not isinstance(model, str):
+            raise InvalidRequest("`model` must be a string.", param="model")
+        named = model if isinstance(model, str) and model else None
+        if named is not None:
+            request = Request(call.path, named, fields.get("stream") is True, "", fields)
+            request, body = self._resolve(request, body)
+            named = request.model
+        only = await self._insisted(call, fields)
+        if call.route.kind is Kind.OTHER and named is not None and not self._fleet.known(named):
+            named = None  # a field of that name may mean something else on a route we do not know
+        self.candidates(named, only.replica if only else None)
+        call.watch()
+        return self._made(call, named, body, only, None, {}, fields.get("stream") is True)
+
+    async def _plan_upload(self, call: Call, upload: Upload) -> Plan:
+        model = upload.model
+        if model is not None and model in self._settings.model_aliases:
+            message = f"{model!r} is an alias, which forms cannot use; name the model itself."
+            raise InvalidRequest(message, param="model")
+        if model is None and not call.route.makes:
+            raise InvalidRequest("The form field `model` is required.", param="model")
+        only = await self._insisted(call, {})
+        self.candidates(model, only.replica if only else None)
+        if upload.complete:
+            call.watch()
+        plan = self._made(call, model, upload.buffered, only, None, {}, False)
+        return plan._replace(upload=upload, repeatable=plan.repeatable and upload.complete)
+
+    def _made(
+        self,
+        call: Call,
+        model: str | None,
+        body: bytes,
+        only: Pin | None,
+        prompt: Prompt | None,
+        matched: Mapping[tuple[str, int], int],
+        streaming: bool,
+    ) -> Plan:
+        guessed = Prompt(model or "", "", None, len(body) // BYTES_PER_TOKEN_GUESS)
+        return Plan(
+            model=model,
+            body=body,
+            upload=None,
+            prompt=prompt or guessed,
+            matched=matched,
+            streaming=streaming,
+            repeatable=call.route.repeatable or call.method == "GET",
+            only=only.replica if only else None,
+            rank=only.rank if only else None,
+        )
+
+    def _resolve(self, request: Request, body: bytes) -> tuple[Request, bytes]:
+        """An alias becomes the model it stands for, in the bytes too."""
+        target = self._settings.model_aliases.get(request.model)
+        if target is None:
+            return request, body
+        return request._replace(model=target), splice(body, {"model": orjson.dumps(target)})
+
+    def candidates(
+        self, model: str | None, only: str | None, tried: frozenset[str] = frozenset()
+    ) -> Sequence[Replica]:
+        """Replicas that may be sent this request now. Raises ModelNotFound, NoReplica."""
+        found = self._fleet.serving(model) if model is not None else self._fleet.taking()
+        if only is not None or tried:
+            found = [each for each in found if each.name not in tried and only in (None, each.name)]
+        if found:
+            return found
+        known = [*self._fleet.model_names(), *self._settings.model_aliases]
+        if model is not None and self._fleet.model_names() and not self._fleet.known(model):
+            raise ModelNotFound(model, sorted(known))
+        where = f"Replica {only!r}" if only is not None else "No replica"
+        can = "cannot" if only is not None else "can"
+        message = f"{where} {can} take this request now; GET /readyz says why. Try again."
+        raise NoReplica(message)
+
+    async def _insisted(self, call: Call, fields: Mapping[str, Any]) -> Pin | None:
+        """The replica this request must go to: pinned, or the owner of what it names."""
+        pin = header(call.headers, b"x-kvroute-pin")
+        if pin is not None:
+            return self._pinned(pin.decode("latin-1"))
+        if call.object_id is not None:
+            return Pin(await self._owner(call.object_id), None)
+        for name in OWNING_FIELDS:
+            value = fields.get(name)
+            if isinstance(value, str) and value and call.route.makes:
+                return Pin(await self._owner(value, name), None)
+        return None
+
+    def _pinned(self, value: str) -> Pin:
+        if not self._settings.allow_pin:
+            message = "x-kvroute-pin is not allowed here; the setting `allow_pin` allows it."
+            raise PinRefused(message)
+        name, rank = value, None
+        if name not in self._fleet.replicas and "/" in value:
+            name, _, text = value.rpartition("/")
+            rank = int(text) if text.isdigit() else -1
+        replica = self._fleet.replicas.get(name)
+        if replica is None or (rank is not None and rank not in replica.ranks):
+            known = ", ".join(sorted(self._fleet.replicas)) or "none"
+            message = f"x-kvroute-pin: no replica or rank {value[:200]!r}. Replicas: {known}."
+            raise InvalidRequest(message, param="x-kvroute-pin")
+        return Pin(name, rank)
+
+    async def _owner(self, object_id: str, param: str | None = None) -> str:
+        """Where an object is. Raises OwnerGone."""
+        owner = await self._owners.of(object_id)
+        if owner is None and len(self._fleet.replicas) == 1:
+            return next(iter(self._fleet.replicas))  # nobody else can have it
+        if owner is None or owner not in self._fleet.replicas:
+            gone = "its replica is gone" if owner else "no replica is known to keep it"
+            message = f"{object_id[:200]!r} cannot be found: {gone}. Create it again."
+            raise OwnerGone(message, param=param)
+        return owner
+
+
+def _fields(call: Call, body: bytes) -> dict[str, Any]:
+    """A JSON object's fields. Only routes that must have one refuse anything else."""
+    if call.route.kind is Kind.MODEL:
+        return load_object(body)
+    kind = header(call.headers, b"content-type") or b""
+    if not body or b"json" not in kind:
+        return {}
+    try:
+        return load_object(body)
+    except InvalidRequest:
+        return {}

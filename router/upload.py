@@ -1,0 +1,72 @@
+"""Forms that are streamed through: read until the `model` field is known, then passed on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from router.errors import BodyTooLarge, ClientGone, InvalidRequest
+from router.upstream import Headers
+from router.wire import Receive, header
+
+_BOUNDARY = re.compile(rb'boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
+
+
+class Upload(NamedTuple):
+    """What has arrived of a form, and whether that is all of it."""
+
+    model: str | None
+    buffered: bytes
+    complete: bool
+
+
+async def read_form(headers: Headers, receive: Receive, *, max_bytes: int) -> Upload:
+    """Read until the form's `model` field has arrived, or all of it.
+
+    Raises InvalidRequest for what is no form, BodyTooLarge, ClientGone.
+    """
+    field = _model_field(header(headers, b"content-type") or b"")
+    buffer = bytearray()
+    searched = 0
+    while True:
+        part, more = await next_part(receive)
+        buffer += part
+        if len(buffer) > max_bytes:
+            raise BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
+        found = field.search(buffer, max(searched - 1024, 0))
+        searched = len(buffer)
+        if found or not more:
+            model = found.group(1).decode("utf-8", "replace") if found else None
+            return Upload(model, bytes(buffer), not more)
+
+
+def _model_field(content_type: bytes) -> re.Pattern[bytes]:
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None or not content_type.lower().startswith(b"multipart/form-data"):
+        raise InvalidRequest("This route takes multipart/form-data with a boundary.")
+    return re.compile(
+        rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n--'
+        + re.escape(boundary.group(1))
+    )
+
+
+async def rest_of(receive: Receive, already_bytes: int, max_bytes: int) -> AsyncIterator[bytes]:
+    """What has not arrived yet. Raises BodyTooLarge, ClientGone."""
+    size = already_bytes
+    more = True
+    while more:
+        part, more = await next_part(receive)
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
+        if part:
+            yield part
+
+
+async def next_part(receive: Receive) -> tuple[bytes, bool]:
+    """The next bytes of a body and whether more will follow. Raises ClientGone."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message.get("body", b""), bool(message.get("more_body"))
