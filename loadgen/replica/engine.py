@@ -181,6 +181,9 @@ class Engine:
         self._decode(result)
         result.duration_s = result.rounds * self.model.decode_s(batch)
         self._prefill(result, self.model.max_batched_tokens - batch)
+        # Who ends in a step leaves with its tokens: its place and its blocks serve the next.
+        for request_id in result.finished:
+            self._leave(self._runs[request_id])
         result.events, self._events = self._events, []
         return result
 
@@ -194,16 +197,18 @@ class Engine:
         return self._head_blocked or len(self._decoding) >= self.model.max_num_seqs
 
     def _quiet_rounds(self, horizon_s: float) -> int:
-        """Rounds until the first that needs attention, or until the horizon; at least 1."""
-        limit = 1
-        while self._round + limit not in self._due:
-            limit += 1
-        # The round that needs attention is taken on its own.
-        limit = max(1, limit - 1)
+        """Rounds up to the first that ends a block or a request, or to the horizon.
+
+        A round that needs a new block follows one that filled the block before it, so it is
+        never inside of such a stretch, only at its beginning.
+        """
+        rounds = 1
+        while self._round + rounds not in self._due:
+            rounds += 1
         each_s = self.model.decode_s(len(self._decoding))
         if horizon_s == inf or each_s <= 0:
-            return limit
-        return max(1, min(limit, ceil(horizon_s / each_s)))
+            return rounds
+        return max(1, min(rounds, ceil(horizon_s / each_s)))
 
     def _grow(self, result: StepResult) -> None:
         """Give decoding requests the blocks that this round's tokens need."""
@@ -231,17 +236,11 @@ class Engine:
             self._store_full(run)
             if run.emitted >= run.request.max_tokens:
                 result.finished.append(run.request.id)
-                self._leave(run)
             else:
                 self._plan(run)
 
     def _computed(self, run: Run) -> int:
         return run.computed + self._round - run.joined_round
-
-    def _join(self, run: Run) -> None:
-        self._decoding[run.request.id] = run
-        run.joined_round = self._round
-        self._plan(run)
 
     def _plan(self, run: Run) -> None:
         """Note the next round in which the run needs a block, fills one or ends."""
@@ -318,11 +317,12 @@ class Engine:
         run.emitted += 1
         if run.emitted == 1:
             result.first[request_id] = FirstToken(run.cached, run.arrived_s, run.admitted_s)
+        self._decoding[request_id] = run
+        run.joined_round = self._round
         if run.emitted >= run.request.max_tokens:
             result.finished.append(request_id)
-            self._leave(run)
         else:
-            self._join(run)
+            self._plan(run)
 
     # Blocks
 
@@ -343,7 +343,9 @@ class Engine:
     def _victim(self) -> Run:
         if self.model.policy is SchedulingPolicy.FCFS:
             return self._partial or self._decoding[next(reversed(self._decoding))]
-        candidates = list(self._decoding.values())
+        candidates = [
+            run for run in self._decoding.values() if run.emitted < run.request.max_tokens
+        ]
         if self._partial is not None:
             candidates.append(self._partial)
         return max(candidates, key=_order)

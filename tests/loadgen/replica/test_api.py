@@ -154,6 +154,23 @@ async def test_completion_prompts_of_every_form(client: httpx.AsyncClient) -> No
     assert [part["token_ids"] for part in rendered] == [one, two]
 
 
+async def test_a_prompt_counts_once_however_many_samples_it_has(
+    client: httpx.AsyncClient,
+) -> None:
+    await post(client, CHAT, chat(LONG))
+    answer = await post(client, CHAT, chat(LONG, n=3))
+    assert cached(answer) == (answer["usage"]["prompt_tokens"] - 1) // 16 * 16
+
+
+async def test_replies_go_on_from_text_and_open_after_a_break(
+    client: httpx.AsyncClient,
+) -> None:
+    opened = await post(client, CHAT, chat())
+    assert opened["choices"][0]["message"]["content"][0].isupper()
+    continued = await post(client, COMPLETIONS, {"prompt": "Once"})
+    assert continued["choices"][0]["text"].startswith(" ")
+
+
 async def test_samples_of_one_prompt(client: httpx.AsyncClient) -> None:
     answer = await post(client, CHAT, chat(n=3))
     texts = [choice["message"]["content"] for choice in answer["choices"]]

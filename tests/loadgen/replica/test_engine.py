@@ -89,7 +89,7 @@ def made(specs: list[tuple[int, int, int, int, int, str]]) -> list[EngineRequest
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(requests, st.sampled_from(list(SchedulingPolicy)), st.integers(0, 10_000))
 def test_any_traffic_finishes_and_events_tell_the_truth(
     specs: list[tuple[int, int, int, int, int, str]],
@@ -128,7 +128,7 @@ def test_any_traffic_finishes_and_events_tell_the_truth(
     assert engine.queued_uncached_tokens() == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(requests)
 def test_hits_equal_a_naive_prefix_search(
     specs: list[tuple[int, int, int, int, int, str]],
@@ -161,7 +161,7 @@ def _common(one: list[int], other: list[int]) -> int:
     return min(len(one), len(other))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(requests, st.lists(st.floats(0.01, 3.0), min_size=14, max_size=14))
 def test_runs_of_rounds_change_nothing(
     specs: list[tuple[int, int, int, int, int, str]], gaps: list[float]
@@ -249,7 +249,8 @@ def test_a_chunk_a_step_and_its_events() -> None:
     assert stored[0].salt == "t"
 
 
-def test_short_of_blocks_the_last_admitted_starts_over() -> None:
+@pytest.mark.parametrize("until_s", [None, inf])
+def test_short_of_blocks_the_last_admitted_starts_over(until_s: float | None) -> None:
     engine = Engine(replace(SMALL, blocks=6))
     engine.add(request("old", [1] * 8, 16), 0.0)
     engine.add(request("new", [2] * 8, 16), 0.0)
@@ -257,7 +258,7 @@ def test_short_of_blocks_the_last_admitted_starts_over() -> None:
     finished: list[str] = []
     emitted = Counter[str]()
     now_s = 0.0
-    while (result := engine.step(now_s)) is not None:
+    while (result := engine.step(now_s, until_s)) is not None:
         now_s = result.end_s
         preempted += result.preempted
         finished += result.finished
@@ -285,6 +286,48 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     following = engine.step(result.end_s)
     assert following is not None
     assert set(following.first) == {"urgent"}
+
+
+def test_a_place_freed_in_a_step_serves_the_next() -> None:
+    engine = Engine(replace(SMALL, max_num_seqs=1))
+    engine.add(request("a", [1, 2, 3], 1), 0.0)
+    engine.add(request("b", [4, 5, 6], 1), 0.0)
+    prefill_s = 0.5 + 0.01 * 3 + 0.001 * 3**2
+    assert drain(engine) == [
+        (pytest.approx(prefill_s), "a"),
+        (pytest.approx(2 * prefill_s), "b"),
+    ]
+
+
+def blocked_engine() -> Engine:
+    """One request runs, and the next is too large to join it."""
+    engine = Engine(replace(SMALL, policy=SchedulingPolicy.PRIORITY))
+    engine.add(request("runs", [1] * 20, 20), 0.0)
+    engine.add(request("large", [2] * 40, 2), 0.0)
+    for now_s in range(3):
+        engine.step(float(now_s))
+    assert (engine.running, engine.waiting) == (1, 1)
+    return engine
+
+
+def test_who_is_more_urgent_than_a_blocked_head_joins() -> None:
+    engine = blocked_engine()
+    engine.add(request("urgent", [3], 1, priority=-1), 3.0)
+    result = engine.step(3.0)
+    assert result is not None
+    assert set(result.first) == {"urgent"}
+
+
+def test_when_a_blocked_head_leaves_the_next_joins() -> None:
+    engine = blocked_engine()
+    engine.add(request("small", [3], 1), 3.0)
+    result = engine.step(3.0)
+    assert result is not None
+    assert not result.first
+    engine.abort("large")
+    result = engine.step(4.0)
+    assert result is not None
+    assert set(result.first) == {"small"}
 
 
 def test_blocks_are_taken_when_a_token_needs_them() -> None:

@@ -82,7 +82,8 @@ async def test_pipelined_requests_are_answered_in_order(wire: Wire) -> None:
 
 
 async def test_more_pipelined_requests_than_are_kept(wire: Wire) -> None:
-    wire.writer.write(post() * 100)
+    padded = BODY[:-1] + b', "padding": "%b"}' % (b"x" * 20_000)
+    wire.writer.write(post(padded) * 100)
     for _ in range(100):
         assert (await wire.answer())[0] == 200
 

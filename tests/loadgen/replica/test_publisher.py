@@ -72,12 +72,12 @@ async def test_replay_starts_where_asked(
 
 
 async def test_replay_reaches_back_as_far_as_the_buffer(context: zmq.asyncio.Context) -> None:
-    publisher = KVPublisher(zmq.Context(context), host="127.0.0.1", buffer_steps=2000)
+    publisher = KVPublisher(zmq.Context(context), host="127.0.0.1", buffer_steps=6000)
     publisher.start()
-    for number in range(2500):
-        publisher.publish(b"%d" % number)
+    for _ in range(6500):
+        publisher.publish(bytes(2000))
     replies = await replayed(context, publisher.address.replay_endpoint, 0)
-    assert [reply[2] for reply in replies[:-1]] == [seq(number) for number in range(500, 2500)]
+    assert [reply[2] for reply in replies[:-1]] == [seq(number) for number in range(500, 6500)]
     await publisher.close()
 
 
