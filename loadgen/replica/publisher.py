@@ -18,6 +18,7 @@ import zmq.asyncio
 _END = (-1).to_bytes(8, "big", signed=True)
 _PUB_HWM_MESSAGES = 100_000
 _SEQ_BYTES = 8
+_REPLAY_BURST = 50
 
 
 class ReplayFraming(StrEnum):
@@ -98,9 +99,12 @@ class KVPublisher:
 
     async def _replay(self, client: bytes, start: int) -> None:
         # A copy: batches published while this one is being sent belong to the live stream.
-        for seq, payload in tuple(self._buffer):
-            if seq >= start:
-                await self._answer(client, _seq_frame(seq), payload, self._topic)
+        wanted = [entry for entry in self._buffer if entry[0] >= start]
+        for place, (seq, payload) in enumerate(wanted):
+            await self._answer(client, _seq_frame(seq), payload, self._topic)
+            # Sending does not wait by itself, and engines share this loop.
+            if place % _REPLAY_BURST == 0:
+                await asyncio.sleep(0)
         await self._answer(client, _END, b"", b"")
 
     async def _answer(self, client: bytes, seq: bytes, payload: bytes, topic: bytes) -> None:

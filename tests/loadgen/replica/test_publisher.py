@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 import zmq
@@ -21,6 +22,23 @@ async def context() -> AsyncIterator[zmq.asyncio.Context]:
     context.destroy(linger=0)
 
 
+Publishing = Callable[..., KVPublisher]
+
+
+@pytest.fixture
+async def publishing(context: zmq.asyncio.Context) -> AsyncIterator[Publishing]:
+    """Starts publishers that end with the test, also where it fails."""
+    async with AsyncExitStack() as stack:
+
+        def start(**options: object) -> KVPublisher:
+            publisher = KVPublisher(zmq.Context(context), host="127.0.0.1", **options)
+            publisher.start()
+            stack.push_async_callback(publisher.close)
+            return publisher
+
+        yield start
+
+
 async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> list[list[bytes]]:
     """Frames of every reply, the end included."""
     socket = context.socket(zmq.DEALER)
@@ -34,9 +52,10 @@ async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> l
     return replies
 
 
-async def test_live_batches_carry_topic_and_sequence(context: zmq.asyncio.Context) -> None:
-    publisher = KVPublisher(zmq.Context(context), host="127.0.0.1", topic="kv")
-    publisher.start()
+async def test_live_batches_carry_topic_and_sequence(
+    context: zmq.asyncio.Context, publishing: Publishing
+) -> None:
+    publisher = publishing(topic="kv")
     socket = context.socket(zmq.SUB)
     socket.subscribe(b"kv")
     socket.connect(publisher.address.endpoint)
@@ -50,15 +69,13 @@ async def test_live_batches_carry_topic_and_sequence(context: zmq.asyncio.Contex
     assert topic == b"kv"
     assert payload == b"payload %d" % int.from_bytes(number, "big")
     socket.close(linger=0)
-    await publisher.close()
 
 
 @pytest.mark.parametrize("framing", list(ReplayFraming))
 async def test_replay_starts_where_asked(
-    context: zmq.asyncio.Context, framing: ReplayFraming
+    context: zmq.asyncio.Context, publishing: Publishing, framing: ReplayFraming
 ) -> None:
-    publisher = KVPublisher(zmq.Context(context), host="127.0.0.1", topic="kv", framing=framing)
-    publisher.start()
+    publisher = publishing(topic="kv", framing=framing)
     for number in range(5):
         publisher.publish(b"%d" % number)
     replies = await replayed(context, publisher.address.replay_endpoint, 3)
@@ -68,22 +85,22 @@ async def test_replay_starts_where_asked(
         [b"", *topic, seq(4), b"4"],
         [b"", *none, END, b""],
     ]
-    await publisher.close()
 
 
-async def test_replay_reaches_back_as_far_as_the_buffer(context: zmq.asyncio.Context) -> None:
-    publisher = KVPublisher(zmq.Context(context), host="127.0.0.1", buffer_steps=6000)
-    publisher.start()
+async def test_replay_reaches_back_as_far_as_the_buffer(
+    context: zmq.asyncio.Context, publishing: Publishing
+) -> None:
+    publisher = publishing(buffer_steps=6000)
     for _ in range(6500):
         publisher.publish(bytes(2000))
     replies = await replayed(context, publisher.address.replay_endpoint, 0)
     assert [reply[2] for reply in replies[:-1]] == [seq(number) for number in range(500, 6500)]
-    await publisher.close()
 
 
-async def test_nonsense_requests_are_ignored(context: zmq.asyncio.Context) -> None:
-    publisher = KVPublisher(zmq.Context(context), host="127.0.0.1")
-    publisher.start()
+async def test_nonsense_requests_are_ignored(
+    context: zmq.asyncio.Context, publishing: Publishing
+) -> None:
+    publisher = publishing()
     publisher.publish(b"x")
     socket = context.socket(zmq.DEALER)
     socket.connect(publisher.address.replay_endpoint)
@@ -92,4 +109,3 @@ async def test_nonsense_requests_are_ignored(context: zmq.asyncio.Context) -> No
     socket.close(linger=100)
     replies = await replayed(context, publisher.address.replay_endpoint, 0)
     assert len(replies) == 2
-    await publisher.close()
