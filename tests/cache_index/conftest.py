@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
@@ -12,12 +14,23 @@ import pytest_asyncio
 from cache_index.embedded import EmbeddedServer
 
 
+@dataclass(frozen=True)
+class Server:
+    url: str
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server() -> AsyncIterator[EmbeddedServer]:
-    """One Valkey for a module; tests keep apart by namespace."""
+async def server() -> AsyncIterator[Server]:
+    """One Valkey for a module; tests keep apart by namespace.
+
+    KVROUTE_TEST_REDIS_URL names another server to test against. Its data is flushed.
+    """
+    if url := os.environ.get("KVROUTE_TEST_REDIS_URL"):
+        yield Server(url)
+        return
     embedded = EmbeddedServer()
     await embedded.ensure()
-    yield embedded
+    yield Server(embedded.url)
     await embedded.close()
 
 

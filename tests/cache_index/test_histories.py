@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cache_index import Holder, Root, chain_packed, pack_tokens
 from cache_index.blocks import unpack_hashes
 from cache_index.changes import apply_changes, holder_record, load_node
-from cache_index.embedded import EmbeddedServer
 from cache_index.events import decode_batch, payload_digest
 from cache_index.ledger import Operation
 from cache_index.radix import RadixIndex
@@ -24,6 +23,7 @@ from cache_index.source import Delivery, SourceState
 from cache_index.types import SourceKey
 from cache_index.writer import SourceWriter
 
+from .conftest import Server
 from .publisher import MODEL, encode
 from .wire_model import EngineModel, Prefix, block_tokens
 
@@ -244,9 +244,7 @@ async def takeover(world: World, life: Life) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(seed=st.integers(0, 2**32), length=st.integers(10, 60))
-async def test_redis_and_mirror_agree_with_the_wire(
-    server: EmbeddedServer, seed: int, length: int
-) -> None:
+async def test_redis_and_mirror_agree_with_the_wire(server: Server, seed: int, length: int) -> None:
     redis = RedisIndex(
         server.url, base_unit_tokens=16, max_units=1_000_000, namespace=uuid.uuid4().hex
     )

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from cache_index import Holder, Root, chain_packed, pack_tokens
-from cache_index.embedded import EmbeddedServer
 from cache_index.events import decode_batch, decode_seq, payload_digest
 from cache_index.radix import RadixIndex
 from cache_index.redis_index import RedisIndex
 from cache_index.source import Delivery
 
 from .captures import NAMES, messages
+from .conftest import Server
 from .publisher import MODEL
 from .test_histories import Life, World
 
@@ -71,9 +71,7 @@ class EngineView:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "replay"])
-async def test_a_recording_is_indexed_as_its_engine_meant_it(
-    server: EmbeddedServer, name: str
-) -> None:
+async def test_a_recording_is_indexed_as_its_engine_meant_it(server: Server, name: str) -> None:
     redis = RedisIndex(
         server.url, base_unit_tokens=16, max_units=1_000_000, namespace=uuid.uuid4().hex
     )
@@ -127,7 +125,7 @@ async def compare(world: World, view: EngineView) -> int:
 
 
 async def test_salted_blocks_that_lmcache_announces_unsalted_are_no_credit(
-    server: EmbeddedServer,
+    server: Server,
 ) -> None:
     redis = RedisIndex(
         server.url, base_unit_tokens=16, max_units=1_000_000, namespace=uuid.uuid4().hex

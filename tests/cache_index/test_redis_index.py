@@ -12,7 +12,6 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from cache_index import Holder, IndexUnavailable, Root, chain_packed, pack_tokens
-from cache_index.embedded import EmbeddedServer
 from cache_index.events import decode_batch
 from cache_index.ledger import Operation
 from cache_index.mirror import Mirror
@@ -20,7 +19,7 @@ from cache_index.redis_index import RedisIndex
 from cache_index.types import SourceKey
 from cache_index.writer import SourceWriter
 
-from .conftest import eventually
+from .conftest import Server, eventually
 from .publisher import CLEARED, MODEL, encode, removed, stored
 from .test_histories import Life
 
@@ -43,7 +42,7 @@ def index_on(url: str, max_units: int = 100_000) -> RedisIndex:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def redis(server: EmbeddedServer) -> AsyncIterator[RedisIndex]:
+async def redis(server: Server) -> AsyncIterator[RedisIndex]:
     index = index_on(server.url)
     yield index
     await index.close()
@@ -107,7 +106,7 @@ async def test_a_writer_that_lost_its_lease_changes_nothing(redis: RedisIndex) -
 
 
 async def test_past_the_bound_new_units_are_refused_and_old_ones_stay(
-    server: EmbeddedServer,
+    server: Server,
 ) -> None:
     redis = index_on(server.url, max_units=100)
     try:
@@ -136,7 +135,7 @@ async def test_past_the_bound_new_units_are_refused_and_old_ones_stay(
 
 
 async def test_a_parent_that_is_gone_from_redis_is_built_again(
-    server: EmbeddedServer, redis: RedisIndex
+    server: Server, redis: RedisIndex
 ) -> None:
     life = Life("r0", 16)
     await lead(redis, life)
@@ -235,7 +234,7 @@ async def test_a_bounded_mirror_under_reports(redis: RedisIndex) -> None:
 
 
 async def test_functions_that_were_flushed_are_loaded_again(
-    server: EmbeddedServer, redis: RedisIndex
+    server: Server, redis: RedisIndex
 ) -> None:
     life = Life("r0", 16)
     await lead(redis, life)

@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from redis.asyncio import Redis
 
 from cache_index import CacheIndex, Holder, Root, SourceSpec, Trust, chain_hashes, pack_tokens
-from cache_index.embedded import EmbeddedServer
 from cache_index.lifeline import supervised
 
-from .conftest import eventually
+from .conftest import Server, eventually
 from .publisher import CLEARED, MODEL, Publisher, as_array, removed, stored
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,7 +53,7 @@ async def publishing(**options: object) -> AsyncIterator[Publisher]:
 @pytest.mark.parametrize("with_topic", [True, False])
 @pytest.mark.parametrize("encoded", [dict, as_array])
 async def test_what_was_stored_before_and_after_start_is_matched(
-    server: EmbeddedServer, namespace: str, with_topic: bool, encoded: type
+    server: Server, namespace: str, with_topic: bool, encoded: type
 ) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing(with_topic=with_topic))
@@ -72,9 +71,7 @@ async def test_what_was_stored_before_and_after_start_is_matched(
         await eventually(lambda: index.match(ROOT, prompt()) == {})
 
 
-async def test_a_lost_batch_is_fetched_by_the_next_one(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_a_lost_batch_is_fetched_by_the_next_one(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         index = await stack.enter_async_context(running(server.url, namespace))
@@ -87,9 +84,7 @@ async def test_a_lost_batch_is_fetched_by_the_next_one(
         assert index.sources()[0].trust is Trust.EXACT
 
 
-async def test_a_lost_removal_is_found_by_the_idle_probe(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_a_lost_removal_is_found_by_the_idle_probe(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         index = await stack.enter_async_context(running(server.url, namespace, trust_lease_s=0.5))
@@ -102,9 +97,7 @@ async def test_a_lost_removal_is_found_by_the_idle_probe(
         assert index.sources()[0].trust is Trust.EXACT
 
 
-async def test_an_engine_that_restarts_is_a_new_life(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_an_engine_that_restarts_is_a_new_life(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(publishing())
         await old.publish(stored([1, 2], TOKENS[:32]))
@@ -121,9 +114,7 @@ async def test_an_engine_that_restarts_is_a_new_life(
         assert index.sources()[0].trust is Trust.EXACT
 
 
-async def test_a_silent_source_is_left_out_and_comes_back(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_a_silent_source_is_left_out_and_comes_back(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         index = await stack.enter_async_context(running(server.url, namespace, trust_lease_s=0.3))
@@ -139,7 +130,7 @@ async def test_a_silent_source_is_left_out_and_comes_back(
 
 
 async def test_a_source_without_replay_lives_on_its_connection(
-    server: EmbeddedServer, namespace: str
+    server: Server, namespace: str
 ) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing(replay=False))
@@ -156,9 +147,7 @@ async def test_a_source_without_replay_lives_on_its_connection(
         await eventually(lambda: index.sources()[0].trust is Trust.NONE)
 
 
-async def test_malformed_messages_are_counted_and_survived(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_malformed_messages_are_counted_and_survived(server: Server, namespace: str) -> None:
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
@@ -179,9 +168,7 @@ async def test_malformed_messages_are_counted_and_survived(
     assert "kvroute_" not in generate_latest(registry).decode()
 
 
-async def test_a_source_that_is_no_longer_declared_is_gone(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_a_source_that_is_no_longer_declared_is_gone(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         await publisher.publish(stored([1], TOKENS[:16]))
@@ -197,7 +184,7 @@ async def test_a_source_that_is_no_longer_declared_is_gone(
 
 
 async def test_two_instances_on_one_redis_agree_and_the_standby_takes_over(
-    server: EmbeddedServer, namespace: str
+    server: Server, namespace: str
 ) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
@@ -234,9 +221,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_writer_killed_is_replaced_within_its_lease(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_a_writer_killed_is_replaced_within_its_lease(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         await publisher.publish(stored([1, 2], TOKENS[:32]))
@@ -283,7 +268,7 @@ async def test_redis_killed_and_restarted_is_filled_again() -> None:
     assert not folder.exists()
 
 
-async def test_a_flushed_redis_is_filled_again(server: EmbeddedServer, namespace: str) -> None:
+async def test_a_flushed_redis_is_filled_again(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         await publisher.publish(stored([1, 2], TOKENS[:32]))
@@ -313,7 +298,7 @@ async def test_without_redis_everything_starts_answers_nothing_and_closes(
 
 
 async def test_a_wrong_endpoint_is_a_reason_and_nothing_more(
-    server: EmbeddedServer, namespace: str
+    server: Server, namespace: str
 ) -> None:
     async with running(server.url, namespace) as index:
         index.set_sources([SourceSpec("r0", 0, "nonsense://x", None, "", MODEL)])
@@ -322,9 +307,7 @@ async def test_a_wrong_endpoint_is_a_reason_and_nothing_more(
         await eventually(lambda: index.available)
 
 
-async def test_closing_is_prompt_whatever_is_under_way(
-    server: EmbeddedServer, namespace: str
-) -> None:
+async def test_closing_is_prompt_whatever_is_under_way(server: Server, namespace: str) -> None:
     async with publishing() as publisher:
         for _ in range(8):
             async with asyncio.timeout(3):
