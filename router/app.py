@@ -30,6 +30,7 @@ from router.health import Prober
 from router.identify import Identifier, load_tokenizers
 from router.load import FleetLoad
 from router.metrics import FleetCollector, Metrics
+from router.outliers import OutlierRules
 from router.owners import Owners
 from router.placement import Placer, PrefixIndex
 from router.planning import Planner
@@ -88,8 +89,13 @@ class Gateway:
     def build(cls, settings: Settings, index: Index | None = None) -> Gateway:
         """Wire the parts together; nothing is started. Raises ConfigError."""
         registry = CollectorRegistry()
-        fleet = Fleet(Replica.from_config(each, settings) for each in settings.replicas)
         load = FleetLoad(settings.prefill_tokens_per_s, time.monotonic)
+        rules = OutlierRules(
+            error_share=settings.eject_error_share,
+            ttft_factor=settings.eject_ttft_factor,
+            eject_s=settings.eject_s,
+        )
+        fleet = Fleet((Replica.from_config(r, settings) for r in settings.replicas), load, rules)
         index = index or CacheIndex(
             redis_url=settings.redis_url,
             base_unit_tokens=settings.base_unit_tokens,
@@ -97,6 +103,13 @@ class Gateway:
         )
         metrics = Metrics(registry)
         registry.register(FleetCollector(fleet, load))
+
+        def retire(replica: Replica) -> None:
+            replica.pool.close_idle()
+            if replica.name not in fleet.replicas:
+                metrics.forget(replica.name)
+
+        fleet.on_retired.append(retire)
         placer = Placer(
             index,
             load,
@@ -146,15 +159,13 @@ class Gateway:
 
     def replica_states(self) -> dict[str, dict[str, Any]]:
         """What /readyz says of each replica."""
+        self.fleet.refresh()
         trust: dict[str, list[str]] = {}
         for source in self.index.sources():
             trust.setdefault(source.replica, []).append(str(source.trust))
         return {
             replica.name: {
-                "healthy": replica.healthy,
-                "reason": replica.reason,
-                "models": sorted(replica.models),
-                "ranks": list(replica.ranks),
+                **replica.describe(),
                 "trust": _weakest(trust.get(replica.name, ())),
             }
             for replica in self.fleet.replicas.values()

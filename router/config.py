@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -123,6 +131,28 @@ class Settings(BaseSettings):
     ] = 4.0
     probe_interval_s: Annotated[float, Field(gt=0, description="between health probes")] = 2.0
     probe_timeout_s: Annotated[float, Field(gt=0, description="of one health probe")] = 2.0
+    dns_interval_s: Annotated[
+        float, Field(gt=0, description="between look-ups of the names in dns+http URLs")
+    ] = 5.0
+    breaker_failures: Annotated[
+        int, Field(ge=1, description="broken requests in a row that take a replica out")
+    ] = 3
+    slow_start_s: Annotated[
+        float, Field(ge=0, description="a replica that is back gets more and more for so long")
+    ] = 10.0
+    eject_error_share: Annotated[
+        float, Field(ge=0, le=1, description="failed share that ejects a replica; 0: never")
+    ] = 0.5
+    eject_ttft_factor: Annotated[
+        float, Field(ge=0, description="ejects by first token, times the peers' median; 0: never")
+    ] = 5.0
+    eject_s: Annotated[
+        float, Field(gt=0, description="a first ejection; each repetition doubles it")
+    ] = 10.0
+    admin_token: Annotated[
+        SecretStr | None,
+        Field(description="bearer token of the /admin routes; unset they answer 403"),
+    ] = None
     drain_s: Annotated[float, Field(ge=0, description="running requests may take at exit")] = 30.0
     access_log: Annotated[bool, Field(description="one JSON line per request")] = False
     log_level: Annotated[

@@ -1,100 +1,267 @@
-"""The prober: asks each replica whether it lives, what it serves and where its events are."""
+"""The prober: asks each replica whether it lives, what it serves and where its events are.
+
+One task per replica, which comes and goes with it. A replica that is down is asked each
+`DOWN_INTERVAL_S`, so that it is used again within two seconds of its return.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
+from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-from pydantic import ValidationError
+import orjson
 
 from cache_index.identity import ModelIdentity
+from cache_index.types import SourceSpec
+from router.breaker import State
 from router.config import KvEventsConfig, Settings
-from router.replicas import Fleet, Replica, listed_publishers, served_models, source_specs
+from router.engines import (
+    EngineKind,
+    EngineLoad,
+    engine_kind,
+    engine_load,
+    is_sglang,
+    is_sleeping,
+    listed_publishers,
+    served_models,
+    sglang_publishers,
+    source_specs,
+)
+from router.replicas import Fleet, Replica
 
 logger = logging.getLogger("kvroute.health")
 
 REFRESH_PROBES = 5
-"""Models and publishers are asked for again after this many probes."""
+"""Models, publishers and gauges are asked for again after this many probes."""
+DOWN_INTERVAL_S = 0.75
+DOWN_CONNECT_S = 0.75
+"""To a host that is gone packets vanish: do not wait for it past its return."""
+JITTER = 0.25
+JUDGE_INTERVAL_S = 1.0
+MAX_PROBES = 128
+MISSED_PROBES = 2
+"""A busy engine may be late once; refused connections and answers other than 200 count at once."""
+
+
+class ProbeFailed(Exception):
+    """A replica did not say that it is well; the message says what it did."""
 
 
 class Prober:
-    """One task per replica; the fleet's facts are written here."""
+    """Keeps the fleet's facts; `on_sources` is called when the KV event publishers change."""
 
     def __init__(
-        self, fleet: Fleet, settings: Settings, on_change: Callable[[], None] = lambda: None
+        self,
+        fleet: Fleet,
+        settings: Settings,
+        on_sources: Callable[[], None] = lambda: None,
+        random: Random | None = None,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._on_change = on_change
-        self._client = httpx.AsyncClient(timeout=settings.probe_timeout_s, trust_env=False)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._on_sources = on_sources
+        self._random = random or Random()
+        self._declared: list[SourceSpec] = []
+        # No connection is kept: one that the replica closes just then would look like its death.
+        self._client = httpx.AsyncClient(
+            timeout=settings.probe_timeout_s,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._slots = asyncio.Semaphore(MAX_PROBES)
+        self._watches: dict[Replica, _Watch] = {}
+        self._judge: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Probe every replica once, then go on in the background."""
-        await asyncio.gather(*(self._probe(each, 0) for each in self._fleet.replicas.values()))
-        self._tasks = [
-            asyncio.create_task(self._watch(replica)) for replica in self._fleet.replicas.values()
-        ]
+        """Probe every replica once, then go on in the background, with those that join too."""
+        for replica in self._fleet.replicas.values():
+            self._watches[replica] = _Watch()
+        await asyncio.gather(*(self._probe(*each) for each in self._watches.items()))
+        self._fleet.on_added.append(self._join)
+        self._fleet.on_removed.append(self._leave)
+        self._fleet.on_opened.append(self._hurry)
+        for replica, watch in self._watches.items():
+            watch.task = asyncio.create_task(self._follow(replica, watch))
+        self._judge = asyncio.create_task(self._judge_forever())
 
     async def close(self) -> None:
         """Stop probing."""
-        for task in self._tasks:
+        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
+        tasks += [self._judge] if self._judge is not None else []
+        self._watches.clear()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
-    async def _watch(self, replica: Replica) -> None:
-        count = 1
+    # As the fleet changes
+
+    def _join(self, replica: Replica) -> None:
+        replica.newcomer = True
+        watch = self._watches[replica] = _Watch()
+        watch.soon.set()
+        watch.task = asyncio.create_task(self._follow(replica, watch))
+
+    def _leave(self, replica: Replica) -> None:
+        watch = self._watches.pop(replica, None)
+        if watch is not None and watch.task is not None:
+            watch.task.cancel()
+        self._declare()
+
+    def _hurry(self, replica: Replica) -> None:
+        watch = self._watches.get(replica)
+        if watch is not None:
+            watch.soon.set()
+
+    def _declare(self) -> None:
+        specs = self._fleet.source_specs()
+        if specs != self._declared:
+            self._declared = specs
+            self._on_sources()
+
+    # Probing
+
+    async def _follow(self, replica: Replica, watch: _Watch) -> None:
         while True:
-            await asyncio.sleep(self._settings.probe_interval_s)
-            await self._probe(replica, count)
+            try:
+                async with asyncio.timeout(self._pause_s(replica, watch)):
+                    await watch.soon.wait()
+            except TimeoutError:
+                pass
+            watch.soon.clear()
+            await self._probe(replica, watch)
             replica.pool.close_idle(self._settings.keepalive_s)
-            count += 1
 
-    async def _probe(self, replica: Replica, count: int) -> None:
-        was = (replica.healthy, replica.sources, tuple(replica.models))
+    def _pause_s(self, replica: Replica, watch: _Watch) -> float:
+        interval_s = self._settings.probe_interval_s
+        well = replica.ready and not replica.sleeping and replica.breaker.state is not State.OPEN
+        if not well or watch.missed:
+            interval_s = min(interval_s, DOWN_INTERVAL_S)
+        return interval_s * self._random.uniform(1 - JITTER, 1 + JITTER)
+
+    async def _probe(self, replica: Replica, watch: _Watch) -> None:
+        was = replica.state
         try:
-            await self._ask(replica, learn=not replica.healthy or count % REFRESH_PROBES == 0)
-        except (httpx.HTTPError, ValueError, ValidationError) as error:
+            async with self._slots:
+                await self._ask(replica, watch)
+            watch.missed = 0
+        except TimeoutError:
+            watch.missed += 1
+            if watch.missed >= MISSED_PROBES or not replica.ready:
+                replica.failed("it did not answer a probe in time (probe_timeout_s)")
+        except (ProbeFailed, httpx.HTTPError) as error:
             replica.failed(str(error) or type(error).__name__)
-        if was != (replica.healthy, replica.sources, tuple(replica.models)):
-            state = "healthy" if replica.healthy else f"down: {replica.reason}"
-            logger.info("replica %s is %s", replica.name, state)
-            self._on_change()
+        except Exception as error:
+            logger.exception("probing replica %s failed", replica.name)
+            replica.failed(f"probing it failed: {type(error).__name__}")
+        self._declare()
+        if replica.state != was:
+            logger.info("replica %s: %s %s", replica.name, replica.state, replica.explanation())
 
-    async def _ask(self, replica: Replica, *, learn: bool) -> None:
-        answer = await self._client.get(f"{replica.url}/health")
-        if answer.status_code != 200:
-            raise ValueError(f"GET /health answered {answer.status_code}")
+    async def _ask(self, replica: Replica, watch: _Watch) -> None:
+        response = await self._get(replica, "/health")
+        if response.status_code != 200:
+            raise ProbeFailed(f"GET /health answered {response.status_code}")
+        learn = not replica.ready or not replica.models or watch.count % REFRESH_PROBES == 0
+        watch.count += 1
         if learn:
-            await self._learn(replica)
-        replica.healthy = True
-        replica.reason = ""
+            await self._learn(replica, watch)
+        replica.passed(sleeping=await self._sleeping(replica, watch, learn=learn))
 
-    async def _learn(self, replica: Replica) -> None:
+    async def _learn(self, replica: Replica, watch: _Watch) -> None:
         models = served_models(await self._json(replica, "/v1/models"))
         if not models:
-            raise ValueError("GET /v1/models lists no model")
-        publishers = await self._publishers(replica)
-        base = next(iter(models.values())).base
-        host = urlsplit(replica.url).hostname or ""
-        replica.models = models
-        replica.sources = source_specs(replica.name, host, publishers, ModelIdentity(base))
-        replica.ranks = tuple(sorted({each.rank for each in publishers})) or (0,)
+            raise ProbeFailed("GET /v1/models lists no model")
+        replica.kind = engine_kind(models.values())
+        sources, ranks = replica.sources, replica.ranks
+        try:
+            publishers = await self._publishers(replica)
+        except (TimeoutError, ProbeFailed, httpx.HTTPError) as error:
+            # It serves all the same: what was known of its events stands.
+            logger.warning("replica %s: its KV event publishers: %s", replica.name, error)
+        else:
+            identity = ModelIdentity(next(iter(models.values())).base)
+            sources = source_specs(replica.name, replica.host, publishers, identity)
+            ranks = tuple(sorted({each.rank for each in publishers})) or (0,)
+        replica.learned(models, sources, ranks)
+        watch.dev_mode = await self._optional(replica, "/is_sleeping") is not None
 
     async def _publishers(self, replica: Replica) -> list[KvEventsConfig]:
         if replica.declared_events is not None:
             return replica.declared_events
-        return listed_publishers(await self._json(replica, "/kv_event_sources", missing={}))
+        listed = await self._optional(replica, "/kv_event_sources")
+        if listed is not None or replica.kind is EngineKind.VLLM:
+            return listed_publishers(listed)
+        for path in ("/server_info", "/get_server_info"):
+            info = await self._optional(replica, path)
+            if is_sglang(info):
+                replica.kind = EngineKind.SGLANG
+                return sglang_publishers(info)
+        return []
 
-    async def _json(self, replica: Replica, path: str, missing: Any = None) -> Any:
-        answer = await self._client.get(replica.url + path)
-        if answer.status_code == 404 and missing is not None:
-            return missing
-        if answer.status_code != 200:
-            raise ValueError(f"GET {path} answered {answer.status_code}")
-        return answer.json()
+    async def _sleeping(self, replica: Replica, watch: _Watch, *, learn: bool) -> bool:
+        """Asked each time where the engine can be put to sleep over HTTP, else now and then."""
+        if learn or (replica.sleeping and not watch.dev_mode):
+            with contextlib.suppress(TimeoutError, httpx.HTTPError):
+                replica.engine_load = await self._gauges(replica)
+        if watch.dev_mode:
+            return is_sleeping(await self._optional(replica, "/is_sleeping"))
+        return replica.engine_load.sleeping
+
+    async def _gauges(self, replica: Replica) -> EngineLoad:
+        response = await self._get(replica, "/metrics")
+        return engine_load(response.text) if response.status_code == 200 else EngineLoad()
+
+    async def _optional(self, replica: Replica, path: str) -> Any:
+        """A JSON answer, None where the route is missing or does not answer with JSON."""
+        response = await self._get(replica, path)
+        if response.status_code >= 500 and response.status_code != 501:
+            raise ProbeFailed(f"GET {path} answered {response.status_code}")
+        if response.status_code != 200:
+            return None
+        try:
+            return orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            return None
+
+    async def _json(self, replica: Replica, path: str) -> Any:
+        response = await self._get(replica, path)
+        if response.status_code != 200:
+            raise ProbeFailed(f"GET {path} answered {response.status_code}")
+        try:
+            return orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            raise ProbeFailed(f"GET {path} did not answer with JSON") from None
+
+    async def _get(self, replica: Replica, path: str) -> httpx.Response:
+        """One GET within `probe_timeout_s` altogether. Raises TimeoutError, httpx.HTTPError."""
+        limit_s = self._settings.probe_timeout_s
+        connect_s = limit_s if replica.ready else min(limit_s, DOWN_CONNECT_S)
+        timeout = httpx.Timeout(limit_s, connect=connect_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._client.get(replica.url + path, timeout=timeout)
+        except httpx.TimeoutException:
+            raise TimeoutError from None
+
+    async def _judge_forever(self) -> None:
+        while True:
+            await asyncio.sleep(JUDGE_INTERVAL_S)
+            for replica in self._fleet.judge():
+                logger.warning("replica %s: %s", replica.name, replica.explanation())
+
+
+class _Watch:
+    """What the prober remembers of one replica."""
+
+    def __init__(self) -> None:
+        self.soon = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.count = 0
+        self.missed = 0
+        self.dev_mode = False

@@ -16,13 +16,46 @@ SAMPLE_WEIGHT = 0.2
 SAMPLE_BOUND = 4.0
 
 
+class Inflight:
+    """Requests at one replica, over all its ranks; those placed since `renew` also apart."""
+
+    __slots__ = ("_generation", "on_idle", "recent", "running")
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.recent = 0
+        self.on_idle: Callable[[], None] | None = None
+        self._generation = 0
+
+    def renew(self) -> None:
+        """Count `recent` from here: what already runs, and may run for long, is not in it."""
+        self._generation += 1
+        self.recent = 0
+
+    def enter(self) -> int:
+        """A request is sent; returns what `leave` wants."""
+        self.running += 1
+        self.recent += 1
+        return self._generation
+
+    def leave(self, generation: int) -> None:
+        """It has ended. Calls `on_idle`, once, when it was the last."""
+        self.running -= 1
+        if generation == self._generation:
+            self.recent -= 1
+        if not self.running and self.on_idle is not None:
+            called, self.on_idle = self.on_idle, None
+            called()
+
+
 class Ticket:
     """One request's share of a rank's load; a context manager."""
 
-    __slots__ = ("_load", "placed_at_s", "streaming", "uncached_tokens")
+    __slots__ = ("_load", "generation", "placed_at_s", "streaming", "uncached_tokens")
 
     def __init__(self, load: RankLoad, uncached_tokens: int, streaming: bool) -> None:
         self._load = load
+        self.generation = 0
         self.uncached_tokens = uncached_tokens
         self.streaming = streaming
         self.placed_at_s = 0.0
@@ -52,8 +85,14 @@ class RankLoad:
     `queued_tokens` are the uncached prompt tokens placed here whose first token has not been seen.
     """
 
-    def __init__(self, prefill_s_per_token: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        prefill_s_per_token: float,
+        clock: Callable[[], float],
+        inflight: Inflight | None = None,
+    ) -> None:
         self.prefill_s_per_token = prefill_s_per_token
+        self._inflight = inflight or Inflight()
         self.running = 0
         self.queued_tokens = 0
         self._pending: dict[Ticket, None] = {}
@@ -77,12 +116,14 @@ class RankLoad:
         self._pending[ticket] = None
         self.queued_tokens += ticket.uncached_tokens
         self.running += 1
+        ticket.generation = self._inflight.enter()
 
     def _leave(self, ticket: Ticket) -> None:
         self.running -= 1
         if ticket in self._pending:
             self._forget(ticket)
             self._reschedule(self._clock())
+        self._inflight.leave(ticket.generation)
 
     def _prefilled(self, ticket: Ticket) -> None:
         if ticket not in self._pending:
@@ -129,6 +170,7 @@ class FleetLoad:
         self._prior_s_per_token = 1.0 / prefill_tokens_per_s
         self._clock = clock
         self._ranks: dict[tuple[str, int], RankLoad] = {}
+        self._inflight: dict[str, Inflight] = {}
         self._turns = itertools.count()
 
     def rank(self, replica: str, rank: int) -> RankLoad:
@@ -136,8 +178,21 @@ class FleetLoad:
         key = (replica, rank)
         found = self._ranks.get(key)
         if found is None:
-            found = self._ranks[key] = RankLoad(self._prior_s_per_token, self._clock)
+            inflight = self.inflight(replica)
+            found = self._ranks[key] = RankLoad(self._prior_s_per_token, self._clock, inflight)
         return found
+
+    def inflight(self, replica: str) -> Inflight:
+        """The requests at one replica, known or new."""
+        return self._inflight.setdefault(replica, Inflight())
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone. Requests that still run give their load back to what they took it
+        from; one that comes back under the same name starts with none.
+        """
+        self._inflight.pop(replica, None)
+        for key in [key for key in self._ranks if key[0] == replica]:
+            del self._ranks[key]
 
     def next_turn(self) -> int:
         """A counter over decisions, for policies that go round."""

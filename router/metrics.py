@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.load import FleetLoad
-from router.replicas import Fleet
+from router.replicas import STATES, Fleet
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
 ROUTING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0)
@@ -73,6 +73,11 @@ class Metrics:
             "kvroute_retries", "Requests sent again before their first byte.", registry=registry
         )
 
+    def forget(self, replica: str) -> None:
+        """A replica is gone, and so are its labels."""
+        self.ttft_s.remove_by_labels({"replica": replica})
+        self.upstream_failures.remove_by_labels({"replica": replica})
+
 
 class FleetCollector(Collector):
     """Gauges read off the fleet and its load when scraped."""
@@ -81,13 +86,37 @@ class FleetCollector(Collector):
         self._fleet = fleet
         self._load = load
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Health of each replica, load of each rank."""
+    def collect(self) -> Iterable[Metric]:
+        """State of each replica, load of each rank, and what the fleet has been through.
+
+        Called from a thread of its own: the fleet may change meanwhile, so its list is copied.
+        """
         up = GaugeMetricFamily("kvroute_replica_up", "1: takes requests.", labels=("replica",))
-        for replica in self._fleet.replicas.values():
+        state = GaugeMetricFamily(
+            "kvroute_replica_state", "1 for the state it is in.", labels=("replica", "state")
+        )
+        for replica in list(self._fleet.replicas.values()):
             up.add_metric((replica.name,), float(replica.healthy))
+            now = replica.state
+            for each in STATES:
+                state.add_metric((replica.name, each), float(each == now))
         yield up
+        yield state
+        yield from self._incidents()
         yield from self._load_gauges()
+
+    def _incidents(self) -> Iterable[Metric]:
+        transitions = CounterMetricFamily(
+            "kvroute_breaker_transitions", "Breakers of replicas, by new state.", labels=("state",)
+        )
+        for state, count in self._fleet.transitions.items():
+            transitions.add_metric((state,), count)
+        ejections = CounterMetricFamily(
+            "kvroute_ejections", "Replicas ejected as outliers, by kind.", labels=("kind",)
+        )
+        for kind, count in self._fleet.ejections.items():
+            ejections.add_metric((kind,), count)
+        return transitions, ejections
 
     def _load_gauges(self) -> Iterable[GaugeMetricFamily]:
         labels = ("replica", "rank")
@@ -99,6 +128,8 @@ class FleetCollector(Collector):
             "kvroute_prefill_seconds_per_token", "Learned cost of a token.", labels=labels
         )
         for (replica, rank), load in self._load.ranks().items():
+            if replica not in self._fleet.replicas:
+                continue
             names = (replica, str(rank))
             running.add_metric(names, load.running)
             queued.add_metric(names, load.queued_tokens)

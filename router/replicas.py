@@ -77,7 +77,7 @@ class Replica:
     ranks: tuple[int, ...] = (0,)
     models: Mapping[str, ServedModel] = field(default_factory=dict)
     sources: tuple[SourceSpec, ...] = ()
-    engine_load: EngineLoad = EngineLoad()
+    engine_load: EngineLoad = field(default_factory=EngineLoad)
     ejection: Ejection = field(default_factory=Ejection)
     inflight: Inflight = field(default_factory=Inflight)
     changed: Callable[[Replica, State | None], None] = lambda replica, state: None
@@ -180,6 +180,18 @@ class Replica:
 
     # What the prober says
 
+    def learned(
+        self,
+        models: Mapping[str, ServedModel],
+        sources: tuple[SourceSpec, ...],
+        ranks: tuple[int, ...],
+    ) -> None:
+        """What it serves, and where its events are."""
+        news = self.models.keys() != models.keys()
+        self.models, self.sources, self.ranks = models, sources, ranks
+        if news:
+            self.changed(self, None)
+
     def passed(self, *, sleeping: bool) -> None:
         """A probe succeeded."""
         woke = self.sleeping and not sleeping
@@ -194,8 +206,9 @@ class Replica:
 
     def start_slowly(self) -> None:
         """Give it work little by little; what runs already is not counted."""
-        self.inflight.renew()
-        self.breaker.start_slowly()
+        if self.breaker.state in (State.CLOSED, State.SLOW_START):
+            self.inflight.renew()
+            self.breaker.start_slowly()
 
     def _breaker_changed(self, state: State) -> None:
         if state is State.HALF_OPEN:
@@ -253,8 +266,8 @@ class Fleet:
         self.on_removed: list[Callable[[Replica], None]] = []
         self.on_retired: list[Callable[[Replica], None]] = []
         self.on_opened: list[Callable[[Replica], None]] = []
-        self.transitions: Counter[State] = Counter({state: 0 for state in State})
-        self.ejections: Counter[Kind] = Counter({kind: 0 for kind in Kind})
+        self.transitions: Counter[State] = Counter(dict.fromkeys(State, 0))
+        self.ejections: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
         self._load = load or FleetLoad(1.0, clock)
         self._rules = rules
         self._clock = clock
@@ -274,8 +287,7 @@ class Fleet:
         when there is nobody else: a request is rather tried than refused. `only` names the one
         replica that can serve it at all, whose allowance then does not matter.
         """
-        if self._clock() >= self._stale_at_s:
-            self._rebuild()
+        self.refresh()
         group = self._groups.get(model)
         if group is None:
             return []
@@ -296,20 +308,24 @@ class Fleet:
         """Replicas that take requests, whatever they serve."""
         return self.serving(None)
 
-    def _rebuild(self) -> None:
+    def refresh(self) -> None:
+        """Do what time alone changes, and what follows from any change; cheap when nothing did."""
         now_s = self._clock()
-        stale_at_s = math.inf
+        if now_s < self._stale_at_s:
+            return
         for replica in self.replicas.values():
             replica.breaker.advance()
-            if replica.ejection.until_s <= now_s and replica.ejection.kind is not None:
+            if replica.ejection.until_s <= now_s:
                 self._let_in(replica)
-            until_s = replica.ejection.until_s if replica.ejection.kind is not None else math.inf
-            stale_at_s = min(stale_at_s, replica.breaker.next_change_s, until_s)
-        for peers in self._peers().values():
-            for name in excess(self._standings(peers)):
-                self._let_in(self.replicas[name])
+        self._let_in_excess()
         self._groups = self._grouped()
-        self._stale_at_s = stale_at_s
+        self._stale_at_s = min(
+            (
+                min(each.breaker.next_change_s, each.ejection.until_s)
+                for each in self.replicas.values()
+            ),
+            default=math.inf,
+        )
 
     def _grouped(self) -> dict[str | None, _Group]:
         groups: dict[str | None, _Group] = defaultdict(lambda: _Group([], [], []))
@@ -322,11 +338,27 @@ class Fleet:
 
     # Outliers
 
-    def judge(self) -> None:
-        """Eject who does much worse than its peers; called about once a second."""
+    def judge(self) -> list[Replica]:
+        """Eject who does much worse than its peers, and say whom. Called about once a second."""
+        self.refresh()
+        ejected = []
+        least = self._rules.least_ttfts
         for peers in self._peers().values():
-            for name, kind in outliers(self._standings(peers), self._rules).items():
+            group = [
+                each.traffic.standing(each.name, each.ejection.since_s, least) for each in peers
+            ]
+            for name, kind in outliers(group, self._rules).items():
                 self._eject(self.replicas[name], kind)
+                ejected.append(self.replicas[name])
+        return ejected
+
+    def _let_in_excess(self) -> None:
+        if all(each.ejection.kind is None for each in self.replicas.values()):
+            return
+        for peers in self._peers().values():
+            group = [Standing(each.name, 0, 0, None, each.ejection.since_s) for each in peers]
+            for name in excess(group):
+                self._let_in(self.replicas[name])
 
     def _peers(self) -> dict[str, list[Replica]]:
         """By base model: replicas that take requests, or would if they were not ejected."""
@@ -336,12 +368,6 @@ class Fleet:
             if usable and replica.breaker.state is not State.OPEN and replica.models:
                 groups[next(iter(replica.models.values())).base].append(replica)
         return groups
-
-    def _standings(self, replicas: Iterable[Replica]) -> list[Standing]:
-        least = self._rules.least_ttfts
-        return [
-            each.traffic.standing(each.name, each.ejection.since_s, least) for each in replicas
-        ]
 
     def _eject(self, replica: Replica, kind: Kind) -> None:
         now_s, before = self._clock(), replica.ejection
@@ -440,7 +466,8 @@ class Fleet:
 
     def any_healthy(self) -> bool:
         """Whether at least one replica can take a request."""
-        return bool(self.taking())
+        self.refresh()
+        return any(replica.healthy for replica in self.replicas.values())
 
     def source_specs(self) -> list[SourceSpec]:
         """The KV event publishers of all replicas."""

@@ -8,10 +8,11 @@ from cache_index.blocks import chain_hashes, pack_tokens
 from cache_index.identity import ModelIdentity, Root
 from cache_index.types import Holder
 from router.config import ReplicaConfig, Settings
+from router.engines import served_models
 from router.load import FleetLoad
 from router.placement import Placer, Prompt
 from router.policy import POLICIES
-from router.replicas import Replica, served_models
+from router.replicas import Replica
 from tests.router.support import TaughtIndex
 
 CARDS = {"data": [{"id": "base"}, {"id": "alias"}, {"id": "tuned", "parent": "base"}]}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cache_index.identity import ModelIdentity
-from router.replicas import dialable, listed_publishers, served_models
+from router.engines import dialable, listed_publishers, served_models
 from tests.router.support import (
     ScriptedReplica,
     answer_ok,
