@@ -22,6 +22,7 @@ from cache_index.ledger import Operation
 from cache_index.redis_index import ApplyCall, RedisIndex
 from cache_index.source import SourceState
 from cache_index.subscriber import Subscriber
+from cache_index.tasks import end
 from cache_index.types import SourceKey, SourceSpec, SourceStatus, Trust
 from cache_index.writer import SourceWriter
 
@@ -80,9 +81,7 @@ class SourceRunner:
             self._wake.set()
 
     async def close(self) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end(self._task)
 
     def status(self, now_s: float) -> SourceStatus:
         state = self.state
@@ -103,7 +102,7 @@ class SourceRunner:
 
 
 class Indexer:
-    """All sources of this process. `run` writes until cancelled."""
+    """All sources of this process."""
 
     def __init__(
         self,
@@ -124,6 +123,7 @@ class Indexer:
         self._lease_wake = asyncio.Event()
         self._runners: dict[SourceKey, SourceRunner] = {}
         self._retiring: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self.counts: Counter[str] = Counter()
 
     @property
@@ -169,15 +169,14 @@ class Indexer:
             elif token:
                 await self._redis.release(runner.spec.key, self._owner)
 
-    async def run(self) -> None:
-        """Write, keep leases and clean up, for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._for_ever(self._write))
-            tasks.create_task(self._for_ever(self._keep_leases))
-            tasks.create_task(self._for_ever(self._sweep))
+    def start(self) -> None:
+        """Write, keep leases and clean up, until closed."""
+        works = (self._write, self._keep_leases, self._sweep)
+        self._tasks = [asyncio.create_task(self._for_ever(work)) for work in works]
 
     async def close(self) -> None:
         """Stop all sources and give up their leases; the entries stay for whoever takes over."""
+        await end(*self._tasks)
         runners, self._runners = list(self._runners.values()), {}
         await asyncio.gather(*(self._end(runner, forget=False) for runner in runners))
         await asyncio.gather(*self._retiring)

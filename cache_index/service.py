@@ -17,6 +17,7 @@ from cache_index.indexer import Indexer
 from cache_index.metrics import IndexCollector
 from cache_index.mirror import Mirror
 from cache_index.redis_index import RedisIndex
+from cache_index.tasks import end
 from cache_index.types import Holder, SourceKey, SourceSpec, SourceStatus, Trust
 
 __all__ = ["CacheIndex"]
@@ -94,7 +95,7 @@ class CacheIndex:
         )
         self._registry.register(self._collector)
         self._tasks.append(asyncio.create_task(self._mirror.run()))
-        self._tasks.append(asyncio.create_task(self._indexer.run()))
+        self._indexer.start()
 
     async def close(self) -> None:
         """Stop everything; no task, process, socket or folder is left. Idempotent."""
@@ -102,9 +103,7 @@ class CacheIndex:
             self._registry.unregister(self._collector)
             self._collector = None
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
         if self._indexer is not None:
             await self._indexer.close()
             self._indexer = None
