@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from router.breaker import Outcome
 from router.budget import RetryBudget
 from router.call import Call
 from router.config import Settings
@@ -75,10 +76,13 @@ class Dispatcher:
                     if not self._try_elsewhere(plan, head, replicas):
                         await self._forwarder.forward(call, plan, head, ticket)
                         return
+                    replica.report(Outcome.of_status(head.status))
                     self._failed(replica, "refused", f"status {head.status}")
                 except UpstreamUnavailable as error:
                     call.check()
-                    cuts += call.exchange is not None
+                    if call.exchange is not None:
+                        cuts += 1
+                        replica.report(Outcome.CUT)
                     self._failed(replica, "unavailable", str(error))
                     if call.exchange is not None and not self._again(plan, cuts):
                         message = f"The replica closed the connection without an answer: {error}."
@@ -102,12 +106,8 @@ class Dispatcher:
     async def _open(self, call: Call, plan: Plan, placement: Placement) -> ResponseHead:
         """Send the request and wait for the response head. Raises UpstreamUnavailable."""
         replica = placement.replica
-        try:
-            # What must not be sent twice does not go on a connection that may just be closing.
-            call.exchange = await replica.pool.acquire(fresh=not plan.repeatable)
-        except UpstreamUnavailable as error:
-            replica.failed(str(error))
-            raise
+        # What must not be sent twice does not go on a connection that may just be closing.
+        call.exchange = await self._connect(replica, fresh=not plan.repeatable)
         try:
             return await self._send(call, call.exchange, plan, placement)
         except UpstreamUnavailable:
@@ -115,8 +115,18 @@ class Dispatcher:
             if not (call.exchange.reused and call.exchange.untouched) or call.gone:
                 raise
         call.exchange.abort()
-        call.exchange = await replica.pool.acquire(fresh=True)
+        call.exchange = None
+        call.exchange = await self._connect(replica, fresh=True)
         return await self._send(call, call.exchange, plan, placement)
+
+    @staticmethod
+    async def _connect(replica: Replica, *, fresh: bool) -> Exchange:
+        try:
+            return await replica.pool.acquire(fresh=fresh)
+        except UpstreamUnavailable as error:
+            replica.failed(str(error))
+            replica.report(Outcome.REFUSED)
+            raise
 
     async def _send(
         self, call: Call, exchange: Exchange, plan: Plan, placement: Placement
@@ -137,7 +147,11 @@ class Dispatcher:
             rest = rest_of(call.receive, len(plan.body), self._settings.max_body_bytes)
             await exchange.send_on(rest, chunked=length is None)
             call.watch()
-        return await exchange.head(self._settings.first_byte_timeout_s)
+        try:
+            return await exchange.head(self._settings.first_byte_timeout_s)
+        except TimeoutError:
+            replica.report(Outcome.TIMEOUT)
+            raise
 
     def _failed(self, replica: Replica, kind: str, reason: str) -> None:
         self._metrics.upstream_failures.labels(replica.name, kind).inc()

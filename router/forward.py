@@ -6,6 +6,7 @@ import logging
 import re
 import time
 
+from router.breaker import Outcome
 from router.call import Call
 from router.config import Settings
 from router.errors import NoReplica, RequestError, UpstreamCut
@@ -40,6 +41,7 @@ class Forwarder:
         """Pass the whole answer on. One that breaks off ends in an aborted transfer."""
         exchange, placement = call.exchange, call.placement
         assert exchange is not None and placement is not None
+        replica, outcome = placement.replica, Outcome.of_status(head.status)
         headers = forwarded(head.headers, HOP_BY_HOP) + own_headers(call)
         self._metrics.matched_tokens.inc(placement.matched_tokens)
         call.begin(head.status, is_events=_is_events(head))
@@ -49,14 +51,19 @@ class Forwarder:
             ticket.first_token()
             if plan.streaming and head.status == 200:
                 elapsed_s = time.perf_counter() - call.arrived_at_s
-                self._metrics.ttft_s.labels(placement.replica.name).observe(elapsed_s)
+                self._metrics.ttft_s.labels(replica.name).observe(elapsed_s)
+                replica.began(time.monotonic() - ticket.placed_at_s)
+            elif outcome is not Outcome.SERVER_ERROR:
+                replica.began()
             if call.route.makes and head.status == 200:
                 await self._learn_owner(chunk, placement)
             await self._pass_on(call, plan, placement, exchange, chunk)
+            replica.report(outcome)
         except (UpstreamCut, TimeoutError) as error:
             call.check()
-            self._metrics.upstream_failures.labels(placement.replica.name, "cut").inc()
-            logger.warning("replica %s: cut: %s", placement.replica.name, error)
+            replica.report(Outcome.CUT if isinstance(error, UpstreamCut) else Outcome.TIMEOUT)
+            self._metrics.upstream_failures.labels(replica.name, "cut").inc()
+            logger.warning("replica %s: cut: %s", replica.name, error)
             await cut(call, NoReplica(f"The replica's answer broke off: {error}. Send it again."))
 
     async def _pass_on(

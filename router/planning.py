@@ -157,9 +157,7 @@ class Planner:
         self, model: str | None, only: str | None, tried: frozenset[str] = frozenset()
     ) -> Sequence[Replica]:
         """Replicas that may be sent this request now. Raises ModelNotFound, NoReplica."""
-        found = self._fleet.serving(model) if model is not None else self._fleet.taking()
-        if only is not None or tried:
-            found = [each for each in found if each.name not in tried and only in (None, each.name)]
+        found = self._fleet.serving(model, without=tried, only=only)
         if found:
             return found
         known = [*self._fleet.model_names(), *self._settings.model_aliases]
