@@ -121,7 +121,7 @@ async def measure(
 
 async def _traffic(fleet: Fleet, prepared: Prepared, watcher: Watcher) -> Run:
     async with Client(fleet.url, MODEL_NAME) as client:
-        await _warm_up(client)
+        await _warm_up(client, fleet)
         traffic = asyncio.create_task(
             run_workload(
                 prepared.workload,
@@ -142,8 +142,10 @@ async def _traffic(fleet: Fleet, prepared: Prepared, watcher: Watcher) -> Run:
             await asyncio.gather(traffic, death, return_exceptions=True)
 
 
-async def _warm_up(client: Client) -> None:
+async def _warm_up(client: Client, fleet: Fleet) -> None:
     """One request too short to be cached: what is loaded on first use is loaded now."""
     outcome = await client.send(Chat((("user", "hi"),), 1), Outcome(0, 0, 0.0))
     if outcome.error is not None:
-        raise FleetError(f"the first request failed: {outcome.error} {outcome.detail}")
+        raise FleetError(
+            f"the first request failed: {outcome.error} {outcome.detail}\n{fleet.last_words()}"
+        )

@@ -40,6 +40,10 @@ class Fleet:
     replica_urls: tuple[str, ...]
     children: tuple[Child, ...]
 
+    def last_words(self) -> str:
+        """What the processes have printed last, where they have printed anything."""
+        return "\n".join(child.output() for child in self.children if child.output())
+
     async def died(self) -> None:
         """Waits until a process has ended on its own, then raises ProcessDied."""
         waiting = [asyncio.ensure_future(child.wait()) for child in self.children]
@@ -102,8 +106,12 @@ class Child:
         await self._process.wait()
         await asyncio.wait(self._readers, timeout=1.0)
 
+    def output(self) -> str:
+        """The last lines of what it has printed."""
+        return "\n".join(self._tail)
+
     def obituary(self) -> str:
-        last = "\n".join(self._tail) or "(no output)"
+        last = self.output() or "(no output)"
         return f"{self._name} ended with code {self.returncode}:\n{last}"
 
     async def close(self) -> None:

@@ -80,7 +80,7 @@ def test_the_sentence_needs_both_policies():
 
 @pytest.mark.parametrize(
     ("choice_s", "bound_s", "won"),
-    [(0.1, 0.1, 1.0), (0.4, 0.1, 0.0), (0.5, 0.1, -1 / 3), (0.05, 0.1, 7 / 6), (0.3, 0.3995, None)],
+    [(0.1, 0.1, 1.0), (0.4, 0.1, 0.0), (0.5, 0.1, -1 / 3), (0.05, 0.1, 7 / 6), (0.3, 0.37, None)],
 )
 def test_gap_recovered_is_not_clipped_and_needs_a_gap(choice_s, bound_s, won):
     found = report.gap_recovered(
