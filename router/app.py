@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Protocol
 
@@ -22,7 +23,9 @@ from starlette.types import Receive, Scope, Send
 
 from cache_index.service import CacheIndex
 from cache_index.types import SourceSpec, SourceStatus
+from router.admin import admin_routes
 from router.config import Settings
+from router.discovery import DnsDiscovery, dns_names, static_replicas
 from router.dispatch import Dispatcher
 from router.errors import InvalidRequest, ModelNotFound, RequestError
 from router.forward import Forwarder
@@ -81,6 +84,7 @@ class Gateway:
     index: Index
     identifier: Identifier
     owners: Owners
+    discovery: DnsDiscovery
     prober: Prober
     relay: Relay
     draining: bool = False
@@ -90,12 +94,13 @@ class Gateway:
         """Wire the parts together; nothing is started. Raises ConfigError."""
         registry = CollectorRegistry()
         load = FleetLoad(settings.prefill_tokens_per_s, time.monotonic)
+        make = partial(Replica.from_config, settings=settings)
         rules = OutlierRules(
             error_share=settings.eject_error_share,
             ttft_factor=settings.eject_ttft_factor,
             eject_s=settings.eject_s,
         )
-        fleet = Fleet((Replica.from_config(r, settings) for r in settings.replicas), load, rules)
+        fleet = Fleet(map(make, static_replicas(settings)), load, rules)
         index = index or CacheIndex(
             redis_url=settings.redis_url,
             base_unit_tokens=settings.base_unit_tokens,
@@ -115,29 +120,36 @@ class Gateway:
             load,
             POLICIES[settings.policy],
             base_unit_tokens=settings.base_unit_tokens,
-            running_cost_s=settings.running_cost_s,
+            running_share=settings.running_share,
             random=Random(),
         )
         identifier = Identifier(
             load_tokenizers(settings), metrics, timeout_s=settings.render_timeout_s
         )
         prober = Prober(fleet, settings, lambda: index.set_sources(fleet.source_specs()))
+        discovery = DnsDiscovery(
+            fleet, dns_names(settings), make, interval_s=settings.dns_interval_s
+        )
         owners = Owners(lambda: index.redis_url)
         planner = Planner(settings, fleet, placer, identifier, owners)
         forwarder = Forwarder(settings, metrics, owners)
         dispatcher = Dispatcher(settings, planner, placer, load, forwarder, metrics)
         relay = Relay(settings, planner, dispatcher, metrics)
-        return cls(settings, registry, fleet, load, index, identifier, owners, prober, relay)
+        return cls(
+            settings, registry, fleet, load, index, identifier, owners, discovery, prober, relay
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start what runs in the background, and end it whatever happens."""
         await self.index.start()
         try:
+            await self.discovery.start()
             await self.prober.start()
             yield
         finally:
             self.draining = True
+            await self.discovery.close()
             await self.prober.close()
             await self.identifier.close()
             await self.owners.close()
@@ -225,6 +237,8 @@ def create_app(settings: Settings, index: Index | None = None) -> HotPath:
     app = FastAPI(title="kvroute", lifespan=lifespan)
     app.state.gateway = gateway
     _declare_control(app, gateway)
+    make = partial(Replica.from_config, settings=settings)
+    app.include_router(admin_routes(settings, gateway.fleet, make))
     _declare_data(app, gateway)
     _declare_errors(app)
     return HotPath(app, gateway.relay)
@@ -305,7 +319,8 @@ def _declare_errors(app: FastAPI) -> None:
 
     async def own(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestError)
-        return JSONResponse(error.payload(), status_code=error.status)
+        headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+        return JSONResponse(error.payload(), status_code=error.status, headers=headers)
 
     for status in (404, 405):
         app.add_exception_handler(status, answer)

@@ -25,6 +25,8 @@ from pydantic_settings import (
 
 from router.errors import ConfigError
 
+DNS_SCHEME = "dns+http"
+
 PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "random"]
 
 
@@ -44,8 +46,18 @@ class ReplicaConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    url: Annotated[str, Field(description="base URL, e.g. http://10.0.0.7:8000")]
-    name: Annotated[str, Field(description="name in headers and metrics; host:port if empty")] = ""
+    url: Annotated[
+        str,
+        Field(description="http://10.0.0.7:8000, or dns+http://name:8000 for all its addresses"),
+    ]
+    name: Annotated[
+        str,
+        Field(
+            description="name in headers and metrics; host:port if empty",
+            pattern=r"^[\x21-\x7e]*$",
+            max_length=200,
+        ),
+    ] = ""
     kv_events: Annotated[
         list[KvEventsConfig] | None,
         Field(description="publishers; asked of GET /kv_event_sources if unset"),
@@ -55,15 +67,22 @@ class ReplicaConfig(BaseModel):
     @classmethod
     def _base_url(cls, url: str) -> str:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme not in ("http", DNS_SCHEME) or not parts.hostname:
             raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000")
         if parts.query or parts.fragment or parts.username:
             raise ValueError("a base URL has no query, fragment or user")
         _ = parts.port  # raises ValueError when out of range
         return url.rstrip("/")
 
+    @property
+    def by_dns(self) -> bool:
+        """Whether it stands for all addresses of a name."""
+        return urlsplit(self.url).scheme == DNS_SCHEME
+
     @model_validator(mode="after")
     def _default_name(self) -> ReplicaConfig:
+        if self.name and self.by_dns:
+            raise ValueError("name: the replicas of a dns+http URL are named host:port")
         if not self.name:
             self.name = urlsplit(self.url).netloc
         return self
@@ -107,9 +126,10 @@ class Settings(BaseSettings):
     prefill_tokens_per_s: Annotated[
         float, Field(gt=0, description="prior of a replica's prefill rate; learned from then on")
     ] = 8000.0
-    running_cost_s: Annotated[
-        float, Field(ge=0, description="seconds that each running request adds to a first token")
-    ] = 0.001
+    running_share: Annotated[
+        float,
+        Field(ge=0, description="share of a mean prefill that a request in flight counts for"),
+    ] = 0.25
     max_body_bytes: Annotated[int, Field(ge=1024, description="larger bodies get a 413")] = 64 << 20
     max_inflight: Annotated[int, Field(ge=1, description="requests at once; beyond it 503")] = 8192
     body_timeout_s: Annotated[float, Field(gt=0, description="to read a request body")] = 60.0

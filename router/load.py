@@ -14,6 +14,8 @@ MIN_SAMPLE_TOKENS = 256
 """Shorter prefills say more about fixed costs than about the rate."""
 SAMPLE_WEIGHT = 0.2
 SAMPLE_BOUND = 4.0
+MEAN_WEIGHT = 0.05
+"""Of the newest request in the mean prefill: about the last twenty count."""
 
 
 class Inflight:
@@ -170,6 +172,7 @@ class FleetLoad:
         self._prior_s_per_token = 1.0 / prefill_tokens_per_s
         self._clock = clock
         self._ranks: dict[tuple[str, int], RankLoad] = {}
+        self.mean_prefill_s = 0.0
         self._inflight: dict[str, Inflight] = {}
         self._turns = itertools.count()
 
@@ -193,6 +196,12 @@ class FleetLoad:
         self._inflight.pop(replica, None)
         for key in [key for key in self._ranks if key[0] == replica]:
             del self._ranks[key]
+
+    def placed(self, uncached_tokens: int, prefill_s_per_token: float) -> None:
+        """A request was placed: `mean_prefill_s` follows what prefills cost where they are sent."""
+        cost_s = uncached_tokens * prefill_s_per_token
+        weight = MEAN_WEIGHT if self.mean_prefill_s else 1.0
+        self.mean_prefill_s += weight * (cost_s - self.mean_prefill_s)
 
     def next_turn(self) -> int:
         """A counter over decisions, for policies that go round."""

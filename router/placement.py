@@ -56,14 +56,14 @@ class Placer:
         policy: Policy,
         *,
         base_unit_tokens: int,
-        running_cost_s: float,
+        running_share: float,
         random: Random,
     ) -> None:
         self._index = index
         self._load = load
         self._policy = policy
         self._unit_tokens = base_unit_tokens
-        self._running_cost_s = running_cost_s
+        self._running_share = running_share
         self._random = random
 
     def match(self, prompt: Prompt, replicas: Collection[Replica]) -> dict[tuple[str, int], int]:
@@ -105,12 +105,14 @@ class Placer:
             ),
             turn=self._load.next_turn(),
             draw=self._random.random(),
-            running_cost_s=self._running_cost_s,
+            running_cost_s=self._running_share * self._load.mean_prefill_s,
         )
         choice = self._policy(snapshot)
+        chosen = snapshot.candidates[choice.chosen]
+        uncached = max(prompt.tokens - chosen.matched_tokens, 1)
+        self._load.placed(uncached, chosen.prefill_s_per_token)
         replica, rank = ranks[choice.chosen]
-        credit = snapshot.candidates[choice.chosen].matched_tokens
-        return Placement(replica, rank, credit, max(prompt.tokens - credit, 1), choice.scores)
+        return Placement(replica, rank, chosen.matched_tokens, uncached, choice.scores)
 
     @staticmethod
     def _identity(replica: Replica, model: str) -> tuple[str, str]:

@@ -108,3 +108,14 @@ def test_fleet_keeps_one_load_per_rank() -> None:
     assert fleet.rank("a", 0) is not fleet.rank("a", 1)
     assert fleet.rank("a", 0).prefill_s_per_token == 0.001
     assert [fleet.next_turn() for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_mean_prefill_follows_what_is_placed() -> None:
+    fleet = FleetLoad(1000.0, Clock())
+    fleet.placed(100, 0.001)
+    assert fleet.mean_prefill_s == pytest.approx(0.1)
+    fleet.placed(300, 0.001)
+    assert fleet.mean_prefill_s == pytest.approx(0.11)
+    for _ in range(200):
+        fleet.placed(50, 0.004)
+    assert fleet.mean_prefill_s == pytest.approx(0.2, rel=0.01)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from cache_index.blocks import chain_hashes, pack_tokens
 from cache_index.identity import ModelIdentity, Root
 from cache_index.types import Holder
@@ -32,7 +34,7 @@ def placer(index: TaughtIndex, policy: str = "cost") -> Placer:
         load,
         POLICIES[policy],
         base_unit_tokens=16,
-        running_cost_s=0.001,
+        running_share=0.25,
         random=Random(1),
     )
 
@@ -98,3 +100,21 @@ def test_the_chosen_rank_carries_its_own_credit() -> None:
     assert (placement.replica.name, placement.rank) == ("b", 1)
     assert (placement.matched_tokens, placement.uncached_tokens) == (32, 32)
     assert len(placement.scores) == 3
+
+
+def test_a_request_in_flight_counts_a_share_of_a_mean_prefill() -> None:
+    load = FleetLoad(1000.0, lambda: 0.0)
+    made = Placer(
+        TaughtIndex(),
+        load,
+        POLICIES["cost"],
+        base_unit_tokens=16,
+        running_share=0.25,
+        random=Random(1),
+    )
+    load.placed(400, 0.001)
+    with load.rank("a", 0).take(0, True) as ticket:
+        ticket.first_token()
+        placement = made.place(prompt(100), [replica("a"), replica("b")], {})
+    assert placement.replica.name == "b"
+    assert placement.scores == pytest.approx((0.1 + 0.25 * 0.4, 0.1))
