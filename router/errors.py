@@ -4,6 +4,10 @@ KvrouteError
 +-- ConfigError            the gateway cannot start as configured
 +-- RequestError           answered to the client in OpenAI's error shape
 |   +-- InvalidRequest     400
+|   +-- BadToken           401
+|   +-- AdminOff           403
+|   +-- NoSuchReplica      404
+|   +-- ReplicaExists      409
 |   +-- ModelNotFound      404
 |   +-- BodyTimeout        408
 |   +-- BodyTooLarge       413
@@ -115,6 +119,38 @@ class OwnerGone(RequestError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class BadToken(RequestError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_admin_token"
+
+
+class AdminOff(RequestError):
+    status = 403
+    type = "permission_error"
+    code = "admin_disabled"
+
+
+class NoSuchReplica(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "replica_not_found"
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        listed = ", ".join(repr(each) for each in known) or "none"
+        super().__init__(f"No replica is named {name[:200]!r}. Replicas: {listed}.", param="name")
+
+
+class ReplicaExists(RequestError):
+    status = 409
+    type = "invalid_request_error"
+    code = "replica_exists"
+
+    def __init__(self, name: str) -> None:
+        message = f"A replica named {name!r} exists already; remove it first, or give `name`."
+        super().__init__(message, param="name")
 
 
 class BodyTimeout(RequestError):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 WINDOW_S = 30
@@ -92,7 +92,7 @@ def _failing(well: Sequence[Standing], rules: OutlierRules) -> list[str]:
     found = [
         name
         for name, share in shares.items()
-        if share >= rules.error_share and share > 2 * _peers(shares, name, alone=0.0)
+        if share >= rules.error_share and share > 2 * _of_peers(median_low, shares, name, alone=0.0)
     ]
     return sorted(found, key=lambda name: -shares[name])
 
@@ -105,15 +105,17 @@ def _slow(well: Sequence[Standing], rules: OutlierRules) -> list[str]:
         name
         for name, ttft_s in times_s.items()
         if ttft_s > rules.ttft_floor_s
-        and ttft_s > rules.ttft_factor * _peers(times_s, name, alone=ttft_s)
+        and ttft_s > rules.ttft_factor * _of_peers(median, times_s, name, alone=ttft_s)
     ]
     return sorted(found, key=lambda name: -times_s[name])
 
 
-def _peers(values: dict[str, float], name: str, *, alone: float) -> float:
-    """The median of the others; `alone` where there are none to compare with."""
+def _of_peers(
+    average: Callable[[list[float]], float], values: dict[str, float], name: str, *, alone: float
+) -> float:
+    """An average of the others; `alone` where there are none to compare with."""
     others = [value for other, value in values.items() if other != name]
-    return median(others) if others else alone
+    return average(others) if others else alone
 
 
 class Traffic:
