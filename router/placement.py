@@ -7,7 +7,7 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple, Protocol
 
-from cache_index.blocks import chain_hashes
+from cache_index.blocks import chain_packed
 from cache_index.identity import ModelIdentity, Root
 from cache_index.types import Holder
 from router.load import FleetLoad
@@ -22,8 +22,8 @@ DEVICE_TIER = "device"
 class PrefixIndex(Protocol):
     """What placement needs of the index."""
 
-    def match(self, root: int, hashes: Sequence[int]) -> Mapping[Holder, int]:
-        """Base units that each holder has from the start of the chain."""
+    def match(self, root: int, hashes: bytes) -> Mapping[Holder, int]:
+        """Base units that each holder has from the start of the chain of packed hashes."""
         ...
 
 
@@ -77,7 +77,7 @@ class Placer:
         matched: dict[tuple[str, int], int] = {}
         for base, adapter in {self._identity(replica, prompt.model) for replica in replicas}:
             root = _root(base, adapter, prompt.salt)
-            hashes = chain_hashes(root, prompt.token_ids[:-4], self._unit_tokens)
+            hashes = chain_packed(root, prompt.token_ids[:-4], self._unit_tokens)
             for holder, units in self._index.match(root, hashes).items():
                 if holder.tier == DEVICE_TIER:
                     matched[holder.replica, holder.rank] = units * self._unit_tokens

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from cache_index.blocks import unpack_hashes
 from cache_index.types import Holder, SourceSpec, SourceStatus
 from router.app import Gateway, create_app
 from router.config import Settings
@@ -154,7 +155,7 @@ class ScriptedReplica:
 class TaughtIndex:
     """An index that holds what a test says."""
 
-    holds: Callable[[int, Sequence[int]], Mapping[Holder, int]] = lambda root, hashes: {}
+    holds: Callable[[int, list[int]], Mapping[Holder, int]] = lambda root, hashes: {}
     specs: list[SourceSpec] = field(default_factory=list)
     available: bool = True
     redis_url: str | None = None
@@ -170,9 +171,10 @@ class TaughtIndex:
     def sources(self) -> Sequence[SourceStatus]:
         return []
 
-    def match(self, root: int, hashes: Sequence[int]) -> Mapping[Holder, int]:
-        self.asked.append((root, len(hashes)))
-        return self.holds(root, hashes)
+    def match(self, root: int, hashes: bytes) -> Mapping[Holder, int]:
+        unpacked = unpack_hashes(hashes)
+        self.asked.append((root, len(unpacked)))
+        return self.holds(root, unpacked)
 
 
 class _QuietServer(uvicorn.Server):
