@@ -207,9 +207,12 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Finds `message.role` in a dictionary at once; the sandbox tries attributes first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
+            return super().getattr(obj, attribute)
+        try:
             return obj[attribute]
-        return super().getattr(obj, attribute)
+        except KeyError:
+            return self.undefined(obj=obj, name=attribute)
 
 
 def _environment() -> jinja2.Environment:

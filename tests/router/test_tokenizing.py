@@ -151,3 +151,14 @@ def test_what_a_replica_is_asked_to_tokenize() -> None:
     }
     ids = b'{"model":"m","prompt":[1,2]}'
     assert tokenize_call(parse_request("/v1/completions", ids)) is None
+
+
+def test_a_missing_field_is_undefined_and_a_field_named_like_a_method_is_found(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.none is defined }}{{ m['items'] }}"
+        "{{ m.items() | list | length }}{% endfor %}"
+    )
+    tokenizer = folder_with(tmp_path, template)
+    assert tokenizer.render({"messages": [{"items": "x"}]}) == "Falsex1"
