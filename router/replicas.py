@@ -196,6 +196,10 @@ class Replica:
         """A probe succeeded."""
         woke = self.sleeping and not sleeping
         news = woke or self.newcomer or not self.ready or sleeping != self.sleeping
+        if not self.ready:  # another life: what its last one did says nothing of this one
+            self.traffic.clear()
+            if self.ejection.kind is not None:
+                self.ejection.until_s = -math.inf  # the fleet lets it in
         self.ready, self.reason, self.sleeping = True, "", sleeping
         self.breaker.probe_succeeded()
         if woke or self.newcomer:

@@ -8,7 +8,8 @@ An `Exchange` is one request on one connection:
                          +-- UpstreamCut, abort(): the connection is closed
 
 Bytes move from the socket's callback into a bounded buffer; past the bound the socket is paused,
-so a slow client slows the replica and not the gateway's memory.
+so a slow client slows the replica and not the gateway's memory. What a replica says when it was
+not asked, or after the end of its answer, ends the connection: it must never answer the next one.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Exchange(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
+        self._asked = False
+        self._sent = False
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head_bytes = 0
@@ -77,6 +80,7 @@ class Exchange(asyncio.Protocol):
         self._no_body = method == b"HEAD"
         if self._transport is None or self._closed:
             raise UpstreamUnavailable("the connection is closed")
+        self._asked = self._sent = True
         if len(body) <= HIGH_WATER_BYTES:
             self._transport.write(head + body)
         else:
@@ -86,6 +90,7 @@ class Exchange(asyncio.Protocol):
 
     async def send_on(self, parts: AsyncIterator[bytes], chunked: bool) -> None:
         """Write the rest of a body as it arrives, unless the replica answers before its end."""
+        self._sent = False
         async for part in parts:
             if self._transport is None or self._closed or self._head is not None:
                 return
@@ -94,13 +99,15 @@ class Exchange(asyncio.Protocol):
                 await self._drain
         if chunked and self._transport is not None:
             self._transport.write(b"0\r\n\r\n")
+        self._sent = True
 
-    async def head(self, idle_s: float) -> ResponseHead:
-        """The response head. Raises UpstreamUnavailable, TimeoutError after `idle_s` of silence."""
+    async def head(self, limit_s: float) -> ResponseHead:
+        """The response head. Raises UpstreamUnavailable, TimeoutError after `limit_s`."""
+        end_s = self.loop.time() + limit_s
         while self._head is None:
             if self._error is not None:
                 raise UpstreamUnavailable(str(self._error)) from self._error
-            await self._wait(idle_s)
+            await self._wait(end_s - self.loop.time())
         return self._head
 
     async def read(self, idle_s: float) -> bytes:
@@ -126,12 +133,19 @@ class Exchange(asyncio.Protocol):
 
     def release(self) -> None:
         """Give the connection back to its pool; an unfinished exchange is aborted instead."""
-        if self.ended and self._reusable and not self._closed and self._error is None:
+        if self.ended and self._reusable and self._error is None and self._all_sent():
             self._reset()
             self.reused = True
             self._pool.put(self)
         else:
             self.abort()
+
+    def _all_sent(self) -> bool:
+        """The replica has, or will get, the whole request: what follows is the next one."""
+        transport = self._transport
+        if self._closed or transport is None:
+            return False
+        return self._sent and not transport.get_write_buffer_size()
 
     def abort(self) -> None:
         """Close the connection at once: the engine ends a request whose connection closes."""
@@ -168,8 +182,8 @@ class Exchange(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:
-            self._break("bytes after the end of the response")
+        if self._complete or not self._asked:
+            self._break("bytes that belong to no response")
             return
         if self._head is None:
             self._head_bytes += len(data)
@@ -211,6 +225,10 @@ class Exchange(asyncio.Protocol):
 
     # httptools' callbacks
 
+    def on_message_begin(self) -> None:
+        if self._complete:  # raised through the parser, which then reads no further
+            raise UpstreamCut("a second response")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
 
@@ -226,6 +244,7 @@ class Exchange(asyncio.Protocol):
         self._reusable = self._framed and self._parser.should_keep_alive()
         if bodiless:
             self._complete = True
+        self.resume_writing()  # an early answer is not held up by a body that nobody reads
 
     def on_body(self, data: bytes) -> None:
         self._chunks.append(data)

@@ -1,0 +1,111 @@
+"""kill -9 of a replica under 200 open requests: who has no byte yet loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.client import Answer, ask, chat_body
+from tests.chaos.fleet import ChaosFleet, OneReplica, chaos_fleet
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = int(os.environ.get("KVROUTE_CHAOS_ROUNDS", "2"))
+EARLY, LATE, PLAIN = 140, 50, 10
+"""Streams that have begun when the replica dies, streams that may not have, and no streams."""
+SPEED = ("--prefill-c", "0.01", "--decode-step", "0.06", "--max-num-seqs", "256")
+USED_AGAIN_S = 2.0
+
+
+class Load:
+    """Requests under way, each with the answer it is getting."""
+
+    def __init__(self, fleet: ChaosFleet, words: int) -> None:
+        self._fleet = fleet
+        self._words = words
+        self.answers: list[Answer] = []
+        self._tasks: list[asyncio.Task[Answer]] = []
+
+    def start(self, count: int, *, stream: bool) -> list[Answer]:
+        new = [Answer() for _ in range(count)]
+        for number, answer in enumerate(new, len(self.answers)):
+            text = " ".join(f"{number} is {word};" for word in range(self._words))
+            body = chat_body(text, stream=stream, max_tokens=40, ignore_eos=True)
+            self._tasks.append(asyncio.create_task(ask(self._fleet.url, body, answer)))
+        self.answers += new
+        return new
+
+    async def ended(self) -> None:
+        await asyncio.gather(*self._tasks)
+
+
+async def begun(answers: list[Answer], count: int) -> None:
+    """Until `count` of them have received a byte."""
+    waiting = {asyncio.create_task(each.begun.wait()) for each in answers}
+    done = 0
+    try:
+        async with asyncio.timeout(20):
+            while done < count:
+                finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done += len(finished)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def test_200_open_requests_survive_a_killed_replica(tmp_path: Path) -> None:
+    async with chaos_fleet(3, tmp_path, replica=SPEED) as fleet:
+        for number in range(ROUNDS):
+            victim = fleet.replicas[number % 3]
+            await one_round(fleet, victim)
+            back_s = await victim.restart()
+            again_s = await used_again(fleet, victim, back_s)
+            print(f"round {number}: used again {again_s:.2f} s after its return")
+            assert again_s <= USED_AGAIN_S
+            await fleet.all_up()
+
+
+async def one_round(fleet: ChaosFleet, victim: OneReplica) -> None:
+    retries = sum((await fleet.metric("kvroute_retries_total")).values())
+    load = Load(fleet, words=20)
+    early = load.start(EARLY, stream=True)
+    await begun(early, EARLY)
+    late = load.start(LATE, stream=True) + load.start(PLAIN, stream=False)
+    await begun(late, 10)
+    had_bytes = [each for each in load.answers if each.begun.is_set()]
+    victim.kill()
+    await load.ended()
+    verdicts = [verdict(each, victim) for each in load.answers]
+    failed = [str(each) for each, said in zip(load.answers, verdicts, strict=True) if not said]
+    assert not failed, f"{len(failed)} failed, e.g. {failed[:3]}"
+    untouched = [each for each in load.answers if each not in had_bytes]
+    again = sum((await fleet.metric("kvroute_retries_total")).values()) - retries
+    print(f"{verdicts.count('cut')} cut, {again:.0f} sent again, {len(untouched)} had no byte")
+    assert "cut" in verdicts, "the replica died too late to cut anything"
+    assert again, "the replica died when nobody waited for a first byte"
+    await fleet.becomes_idle()
+
+
+def verdict(answer: Answer, victim: OneReplica) -> str:
+    """Empty for what must not happen."""
+    if answer.complete:
+        return "complete"
+    return "cut" if answer.cut and answer.replica == victim.name and answer.streaming else ""
+
+
+async def used_again(fleet: ChaosFleet, replica: OneReplica, back_s: float) -> float:
+    """Seconds after its return until it answers a request."""
+    number = 0
+    while time.monotonic() < back_s + 10:
+        number += 1
+        body = chat_body(f"{back_s} and {number}", max_tokens=1)
+        answers = await asyncio.gather(*(ask(fleet.url, body) for _ in range(3)))
+        assert all(each.complete for each in answers), [str(each) for each in answers]
+        if any(each.replica == replica.name for each in answers):
+            return time.monotonic() - back_s
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{replica.name} is not used: {await fleet.ready()}")
