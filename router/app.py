@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from cache_index.service import CacheIndex
 from cache_index.types import SourceSpec, SourceStatus
 from router.admin import admin_routes
+from router.clients import CLIENTS_KEY, Clients
 from router.config import Settings
 from router.discovery import DnsDiscovery, dns_names, static_replicas
 from router.dispatch import Dispatcher
@@ -87,7 +88,7 @@ class Gateway:
     discovery: DnsDiscovery
     prober: Prober
     relay: Relay
-    draining: bool = False
+    clients: Clients
 
     @classmethod
     def build(cls, settings: Settings, index: Index | None = None) -> Gateway:
@@ -135,9 +136,29 @@ class Gateway:
         forwarder = Forwarder(settings, metrics, owners)
         dispatcher = Dispatcher(settings, planner, placer, load, forwarder, metrics)
         relay = Relay(settings, planner, dispatcher, metrics)
+        clients = Clients(settings, registry)
         return cls(
-            settings, registry, fleet, load, index, identifier, owners, discovery, prober, relay
+            settings,
+            registry,
+            fleet,
+            load,
+            index,
+            identifier,
+            owners,
+            discovery,
+            prober,
+            relay,
+            clients,
         )
+
+    @property
+    def draining(self) -> bool:
+        """Whether the gateway is on its way out."""
+        return self.clients.draining
+
+    def drain(self) -> None:
+        """Be ready for nothing new: /readyz says so, answers are their connections' last."""
+        self.clients.draining = True
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -148,7 +169,7 @@ class Gateway:
             await self.prober.start()
             yield
         finally:
-            self.draining = True
+            self.drain()
             await self.discovery.close()
             await self.prober.close()
             await self.identifier.close()
@@ -195,6 +216,7 @@ class HotPath:
     def __init__(self, app: FastAPI, relay: Relay) -> None:
         self.app = app
         self._relay = relay
+        self.gateway: Gateway = app.state.gateway
         declared = {getattr(route, "path", None) for route in app.routes}
         self._hot = {
             route.path: route
@@ -230,9 +252,9 @@ def create_app(settings: Settings, index: Index | None = None) -> HotPath:
     gateway = Gateway.build(settings, index)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Clients]]:
         async with gateway.running():
-            yield
+            yield {CLIENTS_KEY: gateway.clients}
 
     app = FastAPI(title="kvroute", lifespan=lifespan)
     app.state.gateway = gateway

@@ -66,7 +66,7 @@ def serve(
         bool, typer.Option(help="End when standard input closes, as when the parent dies.")
     ] = False,
 ) -> None:
-    """Serve the gateway until SIGTERM or SIGINT; running requests are let finish first."""
+    """Serve until SIGTERM or SIGINT; running requests are let finish, a second signal cuts them."""
     from router.server import run  # the web stack takes half a second that --help need not wait
 
     try:
@@ -81,10 +81,12 @@ def serve(
             access_log=access_log,
             log_level=log_level,
         )
-        run(settings, exit_on_stdin_eof=exit_on_stdin_eof)
+        in_order = run(settings, exit_on_stdin_eof=exit_on_stdin_eof)
     except ConfigError as error:
         typer.echo(f"kvroute: {error}", err=True)
         raise typer.Exit(2) from None
+    if not in_order:
+        raise typer.Exit(1)
 
 
 def main() -> None:

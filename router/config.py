@@ -132,6 +132,25 @@ class Settings(BaseSettings):
     ] = 0.25
     max_body_bytes: Annotated[int, Field(ge=1024, description="larger bodies get a 413")] = 64 << 20
     max_inflight: Annotated[int, Field(ge=1, description="requests at once; beyond it 503")] = 8192
+    max_connections: Annotated[
+        int, Field(ge=1, description="clients connected at once; beyond it 503 and closed")
+    ] = 20000
+    max_head_bytes: Annotated[
+        int, Field(ge=1024, description="request line and headers; larger ones get a 431")
+    ] = 64 << 10
+    max_target_bytes: Annotated[
+        int, Field(ge=64, description="path and query; longer ones get a 414")
+    ] = 8 << 10
+    max_headers: Annotated[int, Field(ge=8, description="headers; more of them get a 431")] = 200
+    head_timeout_s: Annotated[
+        float, Field(gt=0, description="to send a request's head; past it 408")
+    ] = 10.0
+    client_idle_timeout_s: Annotated[
+        float, Field(gt=0, description="clients' idle connections are closed after this")
+    ] = 75.0
+    tolerate_half_close: Annotated[
+        bool, Field(description="answer clients that have closed their side; else they have left")
+    ] = False
     body_timeout_s: Annotated[float, Field(gt=0, description="to read a request body")] = 60.0
     connect_timeout_s: Annotated[float, Field(gt=0, description="to connect to a replica")] = 2.0
     first_byte_timeout_s: Annotated[
@@ -173,6 +192,9 @@ class Settings(BaseSettings):
         SecretStr | None,
         Field(description="bearer token of the /admin routes; unset they answer 403"),
     ] = None
+    drain_notice_s: Annotated[
+        float, Field(ge=0, description="/readyz says 503 for this long before the listener closes")
+    ] = 0.0
     drain_s: Annotated[float, Field(ge=0, description="running requests may take at exit")] = 30.0
     access_log: Annotated[bool, Field(description="one JSON line per request")] = False
     log_level: Annotated[

@@ -8,12 +8,18 @@ KvrouteError
 |   +-- AdminOff           403
 |   +-- NoSuchReplica      404
 |   +-- ReplicaExists      409
+|   +-- BadHttp            400  (these four are answered by the connection, before any route)
+|   +-- HeadTimeout        408
+|   +-- TargetTooLong      414
+|   +-- HeadTooLarge       431
 |   +-- ModelNotFound      404
 |   +-- BodyTimeout        408
 |   +-- BodyTooLarge       413
 |   +-- UnsupportedEncoding 415
 |   +-- Overloaded         503
 |   +-- NoReplica          503
+|   +-- TooManyConnections 503
+|   +-- ShuttingDown       503
 |   +-- ReplicaTimeout     504
 +-- UpstreamError          a replica failed; may be tried elsewhere
 |   +-- UpstreamUnavailable  nothing of the answer had arrived
@@ -98,6 +104,30 @@ class InvalidRequest(RequestError):
     code = "invalid_request"
 
 
+class BadHttp(RequestError):
+    status = 400
+    type = "invalid_request_error"
+    code = "bad_http"
+
+
+class HeadTimeout(RequestError):
+    status = 408
+    type = "invalid_request_error"
+    code = "head_timeout"
+
+
+class TargetTooLong(RequestError):
+    status = 414
+    type = "invalid_request_error"
+    code = "target_too_long"
+
+
+class HeadTooLarge(RequestError):
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+
+
 class ModelNotFound(RequestError):
     status = 404
     type = "invalid_request_error"
@@ -179,6 +209,19 @@ class Overloaded(RequestError):
 class NoReplica(RequestError):
     status = 503
     code = "no_replica"
+
+
+class TooManyConnections(RequestError):
+    status = 503
+    code = "too_many_connections"
+
+
+class ShuttingDown(RequestError):
+    status = 503
+    code = "gateway_shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The gateway is shutting down; send the request again.")
 
 
 class ReplicaTimeout(RequestError):

@@ -33,6 +33,7 @@ from router.errors import (
     Overloaded,
     ReplicaTimeout,
     RequestError,
+    ShuttingDown,
 )
 from router.forward import cut, own_headers
 from router.metrics import Metrics
@@ -65,7 +66,7 @@ class Relay:
         return self._inflight
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; never raises but for cancellation."""
+        """Serve one request; never raises but when it is cancelled twice."""
         if self._loop is None:
             # Kept, because asking for the running loop is a system call in Python 3.11.
             self._loop = asyncio.get_running_loop()
@@ -76,9 +77,8 @@ class Relay:
         except ClientGone:
             call.status = CLIENT_LEFT
         except asyncio.CancelledError:
-            if call.expired is None:
-                raise  # the server is shutting down
-            await self._end_badly(call, call.expired)
+            # Without a deadline of its own, it is the server that ends what has not drained.
+            await self._end_badly(call, call.expired or ShuttingDown())
         except TimeoutError:
             message = "The replica was silent for too long (first_byte_timeout_s, idle_timeout_s)."
             await self._end_badly(call, ReplicaTimeout(message))

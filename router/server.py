@@ -1,4 +1,13 @@
-"""Runs the application under uvicorn: socket, start-up line, signals, drain."""
+"""Runs the application under uvicorn: socket, start-up line, signals, drain.
+
+SIGTERM --> /readyz 503, answers are their connections' last
+   |  drain_notice_s: whoever balances load over gateways sees it and stops sending
+listener closed, idle connections closed
+   |  drain_s: running requests finish
+what still runs is cut: streams end in an error event
+   |
+exit 0; a second signal, at any time, cuts at once: exit 1
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -15,24 +25,35 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from router.app import create_app
+from router.app import HotPath, create_app
 from router.config import Settings
 from router.connection import ClientConnection
 from router.errors import ConfigError
 
+logger = logging.getLogger("kvroute.server")
+
 BACKLOG = 2048
 GC_THRESHOLD = 20_000
+SPARE_FILES = 1024
+"""Open files besides clients and the connections to replicas made for them."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GOODBYE_S = 1.0
+"""How long a request that is cut may take to say so."""
 
 
 class _CutAnswers(logging.Filter):
     """Drops uvicorn's complaint about answers we break off on purpose and have logged ourselves."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "without completing response" not in record.getMessage()
+        cut = record.exc_info is not None and record.exc_info[0] is asyncio.CancelledError
+        return not cut and "without completing response" not in record.getMessage()
 
 
-def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> None:
-    """Serve until told to stop. Raises ConfigError when the address cannot be had."""
+def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> bool:
+    """Serve until told to stop; whether that was in order, and not cut short by a second signal.
+
+    Raises ConfigError when the address cannot be had.
+    """
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
@@ -42,6 +63,7 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> None:
     logging.getLogger("uvicorn.error").addFilter(_CutAnswers())
     app = create_app(settings)
     listener = _listen(settings.host, settings.port)
+    _allow_files(2 * settings.max_connections + SPARE_FILES)
     config = uvicorn.Config(
         app,
         http=ClientConnection,
@@ -53,26 +75,100 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> None:
         date_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(int(settings.drain_s), 1),
     )
-    with _quiet_signals():
-        if exit_on_stdin_eof:
-            _end_with_stdin()
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_AnnouncingServer(config).serve(sockets=[listener]))
+    if exit_on_stdin_eof:
+        _end_with_stdin()
+    server = GatewayServer(config, app, settings)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener]))
+    return not server.force_exit
 
 
-class _AnnouncingServer(uvicorn.Server):
-    """Says on standard output where it listens, once it does."""
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server with a start-up line on standard output, and a drain of our own."""
+
+    def __init__(self, config: uvicorn.Config, app: HotPath, settings: Settings) -> None:
+        super().__init__(config)
+        self._gateway = app.gateway
+        self._settings = settings
+        self._told = asyncio.Event()
+        self._forced = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start serving, and say where."""
         await super().startup(sockets)
         if self.started and sockets:
             _settle_garbage()
             host, port = sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"kvroute: listening on http://{shown}:{port}", flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The first signal begins the drain, the second ends it; a third is no longer caught."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Begin to drain; at once, when called again."""
+        if self._told.is_set():
+            self.force_exit = True
+            self._forced.set()
+        self._gateway.drain()
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        """Serve until told to stop, and until that has been noticed."""
+        await self.on_tick(0)
+        await self._told.wait()
+        await self._wait(self._forced, limit_s=self._settings.drain_notice_s)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, let requests finish, cut what is left, end the application."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await self._drained()
+        if self.server_state.tasks:
+            await self._cut_requests()
+            await self._wait(self._gateway.clients.none_left, limit_s=GOODBYE_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self.lifespan.shutdown()
+
+    async def _drained(self) -> None:
+        """Until every client has read its answer, the limit, or a second signal."""
+        none_left = self._gateway.clients.none_left
+        await self._wait(none_left, self._forced, limit_s=self._settings.drain_s)
+        if none_left.is_set() and self.server_state.tasks:
+            await asyncio.wait(list(self.server_state.tasks), timeout=GOODBYE_S)
+
+    @staticmethod
+    async def _wait(*events: asyncio.Event, limit_s: float) -> None:
+        """Until one of the events, or the limit."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting:
+            each.cancel()
+
+    async def _cut_requests(self) -> None:
+        tasks = list(self.server_state.tasks)
+        logger.warning("cutting %d requests that did not finish in time", len(tasks))
+        for _ in range(2):  # the first makes a request say goodbye, the second cuts that short
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                _, left = await asyncio.wait(tasks, timeout=GOODBYE_S)
+                tasks = list(left)
 
 
 def _settle_garbage() -> None:
@@ -93,17 +189,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-@contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises the signals it caught once more after its drain: a clean exit is 0."""
-    previous = {
-        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _allow_files(wanted: int) -> None:
+    """Raise the limit of open files as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _end_with_stdin() -> None:

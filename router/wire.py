@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from random import getrandbits
 from typing import Any
 
-from router.errors import BodyTooLarge, ClientGone, RequestError, Shape, UnsupportedEncoding
+from router.encoding import decoder_for
+from router.errors import BodyTooLarge, ClientGone, RequestError, Shape
 from router.upstream import Headers
 
 Message = MutableMapping[str, Any]
@@ -29,6 +31,7 @@ HOP_BY_HOP = frozenset(
 )
 """RFC 9110 7.6.1: these belong to one connection."""
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+_NOT_FORWARDED_DECODED = _NOT_FORWARDED | {b"content-encoding"}
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -53,9 +56,14 @@ def forwarded(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [pair for pair in headers if pair[0] not in dropped]
 
 
-def upstream_headers(headers: Headers, host: bytes, request_id: bytes, rank: int | None) -> Headers:
-    """A request's headers as the replica gets them."""
-    passed = forwarded(headers, _NOT_FORWARDED)
+def upstream_headers(
+    headers: Headers, host: bytes, request_id: bytes, rank: int | None, *, encoded: bool = False
+) -> Headers:
+    """A request's headers as the replica gets them.
+
+    `encoded`: the body goes on as it came; else `read_body` has decoded it.
+    """
+    passed = forwarded(headers, _NOT_FORWARDED if encoded else _NOT_FORWARDED_DECODED)
     if rank is not None:
         passed = [pair for pair in passed if pair[0] != b"x-data-parallel-rank"]
         passed.append((b"x-data-parallel-rank", b"%d" % rank))
@@ -63,27 +71,34 @@ def upstream_headers(headers: Headers, host: bytes, request_id: bytes, rank: int
 
 
 async def read_body(headers: Headers, receive: Receive, *, max_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge, UnsupportedEncoding, ClientGone."""
-    encoding = header(headers, b"content-encoding")
-    if encoding not in (None, b"", b"identity"):
-        advice = "Compressed request bodies are not accepted; send the JSON uncompressed."
-        raise UnsupportedEncoding(advice)
+    """The whole body, decoded; `max_bytes` holds for what arrives and for what it decodes to.
+
+    Raises BodyTooLarge, UnsupportedEncoding, InvalidRequest for a corrupt coding, ClientGone.
+    """
+    decoder = decoder_for(headers)
     declared = header(headers, b"content-length")
     if declared is not None and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     parts: list[bytes] = []
-    size = 0
-    while True:
+    arrived = decoded = 0
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
-        if not message.get("more_body"):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+        more = message.get("more_body", False)
+        arrived += len(part)
+        for piece in (part,) if decoder is None else decoder.feed(part):
+            decoded += len(piece)
+            if max(arrived, decoded) > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(piece)
+            if decoder is not None:
+                await asyncio.sleep(0)  # a piece takes long enough to let others in between
+    if decoder is not None:
+        decoder.end()
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -315,13 +315,6 @@ async def test_unknown_model_lists_what_there_is() -> None:
         assert "'sim'" in answer.json()["error"]["message"]
 
 
-async def test_compressed_bodies_are_refused_clearly() -> None:
-    async with scripted(answer_ok) as (replica,), running_gateway(replica) as running:
-        answer = await running.post(chat(), headers={"content-encoding": "gzip"})
-        assert answer.status_code == 415
-        assert answer.json()["error"]["code"] == "unsupported_encoding"
-
-
 async def test_a_body_that_does_not_arrive_times_out() -> None:
     async with scripted(answer_ok) as (replica,):
         async with running_gateway(replica, body_timeout_s=0.1) as running:

@@ -1,0 +1,151 @@
+"""How the gateway ends: in a process of its own, by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.router.raw import Wire, head, post
+from tests.router.support import (
+    SSE_HEAD,
+    ScriptedReplica,
+    Seen,
+    chat,
+    chunk,
+    running_gateway,
+    scripted,
+)
+from tests.whole import Process, start_gateway
+
+READY = head(method=b"GET", target=b"/readyz")
+
+
+class Streams:
+    """Answers begin at once and end when they are let."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+
+    async def __call__(
+        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if b"stream" not in seen.body:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            return
+        writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
+        await writer.drain()
+        gone = asyncio.ensure_future(reader.read(1))
+        allowed = asyncio.ensure_future(self.go_on.wait())
+        await asyncio.wait((gone, allowed), return_when=asyncio.FIRST_COMPLETED)
+        for each in (gone, allowed):
+            each.cancel()
+        if not self.go_on.is_set():
+            raise ConnectionError
+        writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+@asynccontextmanager
+async def gateway_process(replica: ScriptedReplica) -> AsyncIterator[tuple[Process, int]]:
+    process, url = await asyncio.to_thread(start_gateway, [replica.url])
+    try:
+        port = int(url.rsplit(":", 1)[1])
+        async with asyncio.timeout(10), await Wire.to(port) as wire:
+            while True:
+                wire.send(READY)
+                if (await wire.answer()).status == 200:
+                    break
+                await asyncio.sleep(0.02)
+        yield process, port
+    finally:
+        await asyncio.to_thread(process.kill)
+
+
+async def begin_stream(port: int) -> Wire:
+    wire = await Wire.to(port)
+    wire.send(post(chat(stream=True)))
+    async with asyncio.timeout(5):
+        await wire.reader.readuntil(b"data: 1\n\n\r\n")
+    return wire
+
+
+async def exit_code(process: Process) -> int:
+    async with asyncio.timeout(8):
+        return await asyncio.to_thread(process.popen.wait)
+
+
+async def test_a_draining_gateway_says_so_and_ends_connections_with_their_answers() -> None:
+    streams = Streams()
+    async with scripted(streams) as (replica,), running_gateway(replica) as running:
+        async with await Wire.to(running.port) as kept, await Wire.to(running.port) as other:
+            kept.send(post(chat()))
+            assert not (await kept.answer()).closes
+            running.gateway.drain()
+            other.send(READY)
+            answer = await other.answer()
+            assert answer.status == 503 and answer.closes
+            assert await other.ended() == b""
+            kept.send(post(chat()))
+            answer = await kept.answer()
+            assert answer.status == 200 and answer.closes
+            assert await kept.ended() == b""
+
+
+@pytest.mark.slow
+async def test_sigterm_lets_streams_finish(monkeypatch: Any) -> None:
+    monkeypatch.setenv("KVROUTE_DRAIN_NOTICE_S", "0.5")
+    streams = Streams()
+    async with scripted(streams) as (replica,), gateway_process(replica) as (process, port):
+        async with await begin_stream(port) as stream, await Wire.to(port) as kept:
+            kept.send(READY)
+            assert (await kept.answer()).status == 200
+            async with await Wire.to(port) as idle:
+                process.popen.send_signal(signal.SIGTERM)
+                ready = 200
+                while ready == 200:  # until the signal has been noticed
+                    async with await Wire.to(port) as probe:
+                        probe.send(READY)
+                        ready = (await probe.answer()).status
+                assert ready == 503
+                kept.send(post(chat()))  # during the notice, requests are still served
+                answer = await kept.answer()
+                assert answer.status == 200 and answer.closes
+                assert await idle.ended() == b""
+            async with asyncio.timeout(5):
+                with pytest.raises(ConnectionRefusedError):
+                    while True:
+                        async with await Wire.to(port):
+                            await asyncio.sleep(0.01)
+            streams.go_on.set()
+            assert (await stream.ended()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert await exit_code(process) == 0
+
+
+@pytest.mark.slow
+async def test_what_has_not_finished_by_the_deadline_is_cut_with_an_error_event(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setenv("KVROUTE_DRAIN_S", "0.2")
+    async with scripted(Streams()) as (replica,), gateway_process(replica) as (process, port):
+        async with await begin_stream(port) as stream:
+            process.popen.send_signal(signal.SIGTERM)
+            rest = await stream.ended()
+            assert b"event: error\n" in rest and b'"code":"gateway_shutting_down"' in rest
+            assert b"[DONE]" not in rest and not rest.endswith(b"0\r\n\r\n")
+        assert await exit_code(process) == 0
+        assert replica.closed.is_set()
+
+
+@pytest.mark.slow
+async def test_a_second_signal_stops_at_once() -> None:
+    async with scripted(Streams()) as (replica,), gateway_process(replica) as (process, port):
+        async with await begin_stream(port) as stream, await Wire.to(port) as idle:
+            process.popen.send_signal(signal.SIGTERM)
+            assert await idle.ended() == b""  # the drain has begun
+            process.popen.send_signal(signal.SIGTERM)
+            assert b'"code":"gateway_shutting_down"' in await stream.ended()
+        assert await exit_code(process) == 1
