@@ -11,10 +11,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from random import Random
-from typing import Any
-
-import httpx
-import orjson
 
 from cache_index.identity import ModelIdentity
 from cache_index.types import SourceSpec
@@ -32,6 +28,8 @@ from router.engines import (
     sglang_publishers,
     source_specs,
 )
+from router.errors import UpstreamError
+from router.probe import ProbeFailed, ask, ask_json, ask_optional
 from router.replicas import Fleet, Replica
 
 logger = logging.getLogger("kvroute.health")
@@ -39,17 +37,11 @@ logger = logging.getLogger("kvroute.health")
 REFRESH_PROBES = 5
 """Models, publishers and gauges are asked for again after this many probes."""
 DOWN_INTERVAL_S = 0.75
-DOWN_CONNECT_S = 0.75
-"""To a host that is gone packets vanish: do not wait for it past its return."""
 JITTER = 0.25
 JUDGE_INTERVAL_S = 1.0
 MAX_PROBES = 128
 MISSED_PROBES = 2
 """A busy engine may be late once; refused connections and answers other than 200 count at once."""
-
-
-class ProbeFailed(Exception):
-    """A replica did not say that it is well; the message says what it did."""
 
 
 class Prober:
@@ -67,12 +59,7 @@ class Prober:
         self._on_sources = on_sources
         self._random = random or Random()
         self._declared: list[SourceSpec] = []
-        # No connection is kept: one that the replica closes just then would look like its death.
-        self._client = httpx.AsyncClient(
-            timeout=settings.probe_timeout_s,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
+        self._limit_s = settings.probe_timeout_s
         self._slots = asyncio.Semaphore(MAX_PROBES)
         self._watches: dict[Replica, _Watch] = {}
         self._judge: asyncio.Task[None] | None = None
@@ -97,7 +84,6 @@ class Prober:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
 
     # As the fleet changes
 
@@ -145,7 +131,7 @@ class Prober:
         return interval_s * self._random.uniform(1 - JITTER, 1 + JITTER)
 
     async def _probe(self, replica: Replica, watch: _Watch) -> None:
-        was = replica.state
+        was, sources = replica.state, replica.sources
         try:
             async with self._slots:
                 await self._ask(replica, watch)
@@ -154,19 +140,20 @@ class Prober:
             watch.missed += 1
             if watch.missed >= MISSED_PROBES or not replica.ready:
                 replica.failed("it did not answer a probe in time (probe_timeout_s)")
-        except (ProbeFailed, httpx.HTTPError) as error:
+        except (ProbeFailed, UpstreamError) as error:
             replica.failed(str(error) or type(error).__name__)
         except Exception as error:
             logger.exception("probing replica %s failed", replica.name)
             replica.failed(f"probing it failed: {type(error).__name__}")
-        self._declare()
+        if replica.sources != sources:
+            self._declare()
         if replica.state != was:
             logger.info("replica %s: %s %s", replica.name, replica.state, replica.explanation())
 
     async def _ask(self, replica: Replica, watch: _Watch) -> None:
-        response = await self._get(replica, "/health")
-        if response.status_code != 200:
-            raise ProbeFailed(f"GET /health answered {response.status_code}")
+        answer = await ask(replica, "/health", self._limit_s)
+        if answer.status != 200:
+            raise ProbeFailed(f"GET /health answered {answer.status}")
         learn = not replica.ready or not replica.models or watch.count % REFRESH_PROBES == 0
         watch.count += 1
         if learn:
@@ -174,14 +161,14 @@ class Prober:
         replica.passed(sleeping=await self._sleeping(replica, watch, learn=learn))
 
     async def _learn(self, replica: Replica, watch: _Watch) -> None:
-        models = served_models(await self._json(replica, "/v1/models"))
+        models = served_models(await ask_json(replica, "/v1/models", self._limit_s))
         if not models:
             raise ProbeFailed("GET /v1/models lists no model")
         replica.kind = engine_kind(models.values())
         sources, ranks = replica.sources, replica.ranks
         try:
             publishers = await self._publishers(replica)
-        except (TimeoutError, ProbeFailed, httpx.HTTPError) as error:
+        except (TimeoutError, ProbeFailed, UpstreamError) as error:
             # It serves all the same: what was known of its events stands.
             logger.warning("replica %s: its KV event publishers: %s", replica.name, error)
         else:
@@ -189,16 +176,16 @@ class Prober:
             sources = source_specs(replica.name, replica.host, publishers, identity)
             ranks = tuple(sorted({each.rank for each in publishers})) or (0,)
         replica.learned(models, sources, ranks)
-        watch.dev_mode = await self._optional(replica, "/is_sleeping") is not None
+        watch.dev_mode = await ask_optional(replica, "/is_sleeping", self._limit_s) is not None
 
     async def _publishers(self, replica: Replica) -> list[KvEventsConfig]:
         if replica.declared_events is not None:
             return replica.declared_events
-        listed = await self._optional(replica, "/kv_event_sources")
+        listed = await ask_optional(replica, "/kv_event_sources", self._limit_s)
         if listed is not None or replica.kind is EngineKind.VLLM:
             return listed_publishers(listed)
         for path in ("/server_info", "/get_server_info"):
-            info = await self._optional(replica, path)
+            info = await ask_optional(replica, path, self._limit_s)
             if is_sglang(info):
                 replica.kind = EngineKind.SGLANG
                 return sglang_publishers(info)
@@ -207,47 +194,16 @@ class Prober:
     async def _sleeping(self, replica: Replica, watch: _Watch, *, learn: bool) -> bool:
         """Asked each time where the engine can be put to sleep over HTTP, else now and then."""
         if learn or (replica.sleeping and not watch.dev_mode):
-            with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            with contextlib.suppress(TimeoutError, UpstreamError):
                 replica.engine_load = await self._gauges(replica)
         if watch.dev_mode:
-            return is_sleeping(await self._optional(replica, "/is_sleeping"))
+            return is_sleeping(await ask_optional(replica, "/is_sleeping", self._limit_s))
         return replica.engine_load.sleeping
 
     async def _gauges(self, replica: Replica) -> EngineLoad:
-        response = await self._get(replica, "/metrics")
-        return engine_load(response.text) if response.status_code == 200 else EngineLoad()
-
-    async def _optional(self, replica: Replica, path: str) -> Any:
-        """A JSON answer, None where the route is missing or does not answer with JSON."""
-        response = await self._get(replica, path)
-        if response.status_code >= 500 and response.status_code != 501:
-            raise ProbeFailed(f"GET {path} answered {response.status_code}")
-        if response.status_code != 200:
-            return None
-        try:
-            return orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            return None
-
-    async def _json(self, replica: Replica, path: str) -> Any:
-        response = await self._get(replica, path)
-        if response.status_code != 200:
-            raise ProbeFailed(f"GET {path} answered {response.status_code}")
-        try:
-            return orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            raise ProbeFailed(f"GET {path} did not answer with JSON") from None
-
-    async def _get(self, replica: Replica, path: str) -> httpx.Response:
-        """One GET within `probe_timeout_s` altogether. Raises TimeoutError, httpx.HTTPError."""
-        limit_s = self._settings.probe_timeout_s
-        connect_s = limit_s if replica.ready else min(limit_s, DOWN_CONNECT_S)
-        timeout = httpx.Timeout(limit_s, connect=connect_s)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._client.get(replica.url + path, timeout=timeout)
-        except httpx.TimeoutException:
-            raise TimeoutError from None
+        answer = await ask(replica, "/metrics", self._limit_s)
+        text = answer.body.decode("utf-8", "replace")
+        return engine_load(text) if answer.status == 200 else EngineLoad()
 
     async def _judge_forever(self) -> None:
         while True:

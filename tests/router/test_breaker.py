@@ -419,7 +419,7 @@ def test_a_draining_replica_goes_with_its_last_request_unless_that_is_taken_back
 
 ACTIONS = (
     *("send", "send", "send", "end", "end", "probe", "fail", "sleep", "wait", "judge"),
-    *("drain", "undrain", "remove", "force", "add"),
+    *("burst", "burst", "judge", "drain", "undrain", "remove", "force", "add"),
 )
 steps_taken = st.lists(
     st.tuples(
@@ -473,6 +473,9 @@ def test_whatever_happens_the_fleet_keeps_its_promises(steps: list) -> None:
             ticket.__exit__(None, None, None)
         elif action == "wait":
             made.clock.now_s += seconds
+        elif action == "burst" and replica is not None:
+            for _ in range(4):
+                replica.report(outcome, seconds)
         elif action == "judge":
             made.fleet.judge()
         elif action == "add" and replica is None:
