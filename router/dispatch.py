@@ -92,7 +92,7 @@ class Dispatcher:
                         call.exchange.release()
                         call.exchange = None
             tried |= {replica.name}
-            self._metrics.retries.inc()
+            self._metrics.retries.add()
 
     @staticmethod
     def _again(plan: Plan, cuts: int) -> bool:
@@ -154,7 +154,7 @@ class Dispatcher:
             raise
 
     def _failed(self, replica: Replica, kind: str, reason: str) -> None:
-        self._metrics.upstream_failures.labels(replica.name, kind).inc()
+        self._metrics.upstream_failures.add(1, replica.name, kind)
         logger.warning("replica %s: %s: %s", replica.name, kind, reason)
 
 

@@ -50,14 +50,14 @@ class Forwarder:
         chunk = await self._first(exchange, replica, ticket)
         call.check()
         headers = forwarded(head.headers, HOP_BY_HOP) + own_headers(call)
-        self._metrics.matched_tokens.inc(placement.matched_tokens)
+        self._metrics.matched_tokens.add(placement.matched_tokens)
         call.begin(head.status, is_events=_is_events(head))
         await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
         try:
             ticket.first_token()
             if plan.streaming and head.status == 200:
                 elapsed_s = time.perf_counter() - call.arrived_at_s
-                self._metrics.ttft_s.labels(replica.name).observe(elapsed_s)
+                self._metrics.ttft_s.observe(elapsed_s, replica.name)
                 replica.began(time.monotonic() - ticket.placed_at_s)
             elif outcome is not Outcome.SERVER_ERROR:
                 replica.began()
@@ -68,7 +68,7 @@ class Forwarder:
         except (UpstreamCut, TimeoutError) as error:
             call.check()
             replica.report(Outcome.CUT if isinstance(error, UpstreamCut) else Outcome.TIMEOUT)
-            self._metrics.upstream_failures.labels(replica.name, "cut").inc()
+            self._metrics.upstream_failures.add(1, replica.name, "cut")
             logger.warning("replica %s: cut: %s", replica.name, error)
             await cut(call, NoReplica(f"The replica's answer broke off: {error}. Send it again."))
 
@@ -108,11 +108,11 @@ class Forwarder:
         if not found or plan.prompt.token_ids is None:
             return
         cached = int(found[-1])
-        self._metrics.cached_tokens.inc(cached)
+        self._metrics.cached_tokens.add(cached)
         over = placement.matched_tokens - cached
         if over:
             direction = "over" if over > 0 else "under"
-            self._metrics.misprediction_tokens.labels(direction).inc(abs(over))
+            self._metrics.misprediction_tokens.add(abs(over), direction)
 
 
 def _is_events(head: ResponseHead) -> bool:

@@ -55,9 +55,9 @@ class Identifier:
         """The prompt with its token ids, or with an estimated length alone. Never raises."""
         base = replicas[0].models[request.model].base
         source, ids = await self._token_ids(request, base, replicas, headers)
-        self._metrics.prompts.labels(source).inc()
+        self._metrics.prompts.add(1, source)
         tokens = len(ids) // 4 if ids is not None else body_bytes // BYTES_PER_TOKEN_GUESS
-        self._metrics.prompt_tokens.inc(tokens)
+        self._metrics.prompt_tokens.add(tokens)
         return Prompt(request.model, request.salt, ids, tokens)
 
     async def _token_ids(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.counting import Count, Distribution
 from router.load import FleetLoad
 from router.replicas import STATES, Fleet
 
@@ -19,64 +20,66 @@ class Metrics:
     """Counters of the request path. Model names are not labels: clients choose them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+        self.requests = Count(
             "kvroute_requests",
             "Requests by route and status code of the answer; 499: the client left.",
-            ("route", "code"),
+            "route",
+            "code",
             registry=registry,
         )
-        self.ttft_s = Histogram(
+        self.ttft_s = Distribution(
             "kvroute_ttft_seconds",
             "From the last byte of a streaming request to the first byte of its answer's body.",
-            ("replica",),
+            "replica",
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
-        self.routing_s = Histogram(
+        self.routing_s = Distribution(
             "kvroute_routing_seconds",
             "From the last byte of a request to the decision: tokenizing, matching, choosing.",
             buckets=ROUTING_BUCKETS_S,
             registry=registry,
         )
-        self.prompts = Counter(
+        self.prompts = Count(
             "kvroute_prompts",
             "Prompts by how their token ids were had: local, replica, given, none.",
-            ("source",),
+            "source",
             registry=registry,
         )
-        self.prompt_tokens = Counter(
+        self.prompt_tokens = Count(
             "kvroute_prompt_tokens", "Prompt tokens of routed requests.", registry=registry
         )
-        self.matched_tokens = Counter(
+        self.matched_tokens = Count(
             "kvroute_matched_tokens",
             "Prompt tokens predicted to be reused where the request was sent.",
             registry=registry,
         )
-        self.cached_tokens = Counter(
+        self.cached_tokens = Count(
             "kvroute_cached_tokens",
             "Prompt tokens the engine said it reused, where it says so.",
             registry=registry,
         )
-        self.misprediction_tokens = Counter(
+        self.misprediction_tokens = Count(
             "kvroute_misprediction_tokens",
             "Difference of predicted and reported reuse, by direction: over, under.",
-            ("direction",),
+            "direction",
             registry=registry,
         )
-        self.upstream_failures = Counter(
+        self.upstream_failures = Count(
             "kvroute_upstream_failures",
             "Attempts that failed at a replica, by kind: unavailable, cut, timeout, refused.",
-            ("replica", "kind"),
+            "replica",
+            "kind",
             registry=registry,
         )
-        self.retries = Counter(
+        self.retries = Count(
             "kvroute_retries", "Requests sent again before their first byte.", registry=registry
         )
 
     def forget(self, replica: str) -> None:
         """A replica is gone, and so are its labels."""
-        self.ttft_s.remove_by_labels({"replica": replica})
-        self.upstream_failures.remove_by_labels({"replica": replica})
+        self.ttft_s.forget(replica)
+        self.upstream_failures.forget(replica)
 
 
 class FleetCollector(Collector):

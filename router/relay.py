@@ -129,7 +129,7 @@ class Relay:
             )
 
     def _account(self, call: Call) -> None:
-        self._metrics.requests.labels(call.route.path, str(call.status)).inc()
+        self._metrics.requests.add(1, call.route.path, str(call.status))
         placement = call.placement
         if self._settings.access_log:
             line: dict[str, Any] = {
