@@ -5,15 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.counting import Count, Distribution
 
 BUCKETS = (0.1, 1.0, 5.0)
 
 
-def lines(registry: CollectorRegistry) -> set[str]:
-    text = generate_latest(registry).decode()
-    return {line for line in text.splitlines() if "_created" not in line}
+def samples(registry: CollectorRegistry) -> set[tuple[str, frozenset[tuple[str, str]], float]]:
+    """What a scraper reads, whatever the order of labels."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, frozenset(sample.labels.items()), sample.value)
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
 
 
 @given(
@@ -34,7 +41,7 @@ def test_the_text_is_the_same(events: list[tuple[str, float]]) -> None:
         their_count.labels(label).inc(value)
         their_total.inc()
         their_spread.labels(label).observe(value)
-    assert lines(ours) == lines(theirs)
+    assert samples(ours) == samples(theirs)
 
 
 def test_series_of_what_is_gone_are_dropped() -> None:
