@@ -84,6 +84,6 @@ class Distribution(Collector):
             for bound, count in zip((*self._buckets, float("inf")), list(counts), strict=True):
                 total += count
                 name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-            buckets.append((name, total))
+                buckets.append((name, total))
             family.add_metric(labels, buckets, self._sums.get(labels, 0.0))
         return [family]
