@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from router.errors import ClientGone, RequestError
 from router.placement import Placement
 from router.routes import Route
 from router.upstream import Exchange, Headers
 from router.wire import Receive, Scope, Send, request_id
+
+T = TypeVar("T")
 
 CONNECTION_KEY = "kvroute.connection"
 """Where our server puts the client's connection in the scope; other servers do not."""
@@ -32,6 +34,7 @@ class Call:
 
     __slots__ = (
         "_connection",
+        "_interruptible",
         "_loop",
         "_task",
         "_timer",
@@ -86,6 +89,7 @@ class Call:
         self.is_events = False
         self.tail = b""
         self.expired: RequestError | None = None
+        self._interruptible = False
         self._loop = loop
         self._task = asyncio.current_task(loop)
         self._connection: Connection | None = scope.get(CONNECTION_KEY)
@@ -136,6 +140,20 @@ class Call:
         self.gone = True
         if self.exchange is not None:
             self.exchange.abort()
+        elif self._interruptible and self._task is not None:
+            self._task.cancel()
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """Its result. Cancels it and raises ClientGone as soon as the client leaves."""
+        self._interruptible = True
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self.gone or self._task is None or self._task.uncancel():
+                raise
+            raise ClientGone from None
+        finally:
+            self._interruptible = False
 
     async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

@@ -88,7 +88,8 @@ class Planner:
         only = await self._insisted(call, request.fields)
         replicas = self.candidates(request.model, only.replica if only else None)
         call.watch()
-        prompt = await self._identifier.identify(request, replicas, call.headers, len(body))
+        asked = self._identifier.identify(request, replicas, call.headers, len(body))
+        prompt = await call.unless_gone(asked)
         matched = self._placer.match(prompt, replicas)
         return self._made(call, request.model, body, only, prompt, matched, request.stream)
 
