@@ -8,6 +8,7 @@ What is sent again, and where the limits are:
 | an idle connection was closed just as it was used | to the same replica, afresh | once each |
 | the replica closed before its answer | elsewhere, if repeatable | once |
 | it answered one of `retry_statuses` | elsewhere, if repeatable | the retry budget |
+| it was silent, and then failed its probes too | elsewhere, if repeatable | once |
 | it was silent | no | its deadline |
 """
 
@@ -33,6 +34,8 @@ from router.wire import header, upstream_headers
 
 logger = logging.getLogger("kvroute.dispatch")
 
+LOOK_UP_S = 0.5
+"""While an answer has not begun, the replica's health is looked at this often."""
 MAX_CUT_ATTEMPTS = 2
 """A request that makes replicas drop it is not carried through the whole fleet."""
 
@@ -147,11 +150,25 @@ class Dispatcher:
             rest = rest_of(call.receive, len(plan.body), self._settings.max_body_bytes)
             await exchange.send_on(rest, chunked=length is None)
             call.watch()
-        try:
-            return await exchange.head(self._settings.first_byte_timeout_s)
-        except TimeoutError:
-            replica.report(Outcome.TIMEOUT)
-            raise
+        return await self._await_head(exchange, plan, replica)
+
+    async def _await_head(self, exchange: Exchange, plan: Plan, replica: Replica) -> ResponseHead:
+        """The response head; a replica that stops answering its probes is not waited for."""
+        left_s = self._settings.first_byte_timeout_s
+        while True:
+            slice_s = min(left_s, LOOK_UP_S)
+            try:
+                return await exchange.head(slice_s)
+            except TimeoutError:
+                left_s -= slice_s
+                if left_s <= 0:
+                    replica.report(Outcome.TIMEOUT)
+                    raise
+            if plan.repeatable and not replica.ready and self._elsewhere(plan, replica):
+                raise UpstreamUnavailable(f"it was silent and is down: {replica.reason}")
+
+    def _elsewhere(self, plan: Plan, replica: Replica) -> bool:
+        return plan.only is None and self._planner.others(plan.model, replica.name)
 
     def _failed(self, replica: Replica, kind: str, reason: str) -> None:
         self._metrics.upstream_failures.add(1, replica.name, kind)

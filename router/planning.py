@@ -169,6 +169,11 @@ class Planner:
         message = f"{where} {can} take this request now; GET /readyz says why. Try again."
         raise NoReplica(message)
 
+    def others(self, model: str | None, name: str) -> bool:
+        """Whether a replica other than `name` can take a request for this model now."""
+        found = self._fleet.serving(model, without=frozenset((name,)))
+        return bool(found)
+
     async def _insisted(self, call: Call, fields: Mapping[str, Any]) -> Pin | None:
         """The replica this request must go to: pinned, or the owner of what it names."""
         pin = header(call.headers, b"x-kvroute-pin")

@@ -15,6 +15,7 @@ not asked, or after the end of its answer, ends the connection: it must never an
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -22,10 +23,15 @@ from typing import cast
 
 import httptools
 
-from router.errors import UpstreamCut, UpstreamError, UpstreamUnavailable
+from router.errors import Overloaded, UpstreamCut, UpstreamError, UpstreamUnavailable
 
 HIGH_WATER_BYTES = 256 << 10
 MAX_HEAD_BYTES = 64 << 10
+
+OUR_OWN_LIMITS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+)
+"""Connecting failed for want of something of ours; the replica is not to blame."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -290,6 +296,9 @@ class ReplicaPool:
         except TimeoutError:
             raise UpstreamUnavailable("connecting timed out") from None
         except OSError as error:
+            if error.errno in OUR_OWN_LIMITS:
+                message = f"The gateway cannot open another connection: {error.strerror}."
+                raise Overloaded(message) from error
             raise UpstreamUnavailable(f"connecting failed: {error}") from error
         return exchange
 

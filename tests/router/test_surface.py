@@ -373,3 +373,18 @@ async def test_sampled_roots_differ_by_salt_in_the_lookup() -> None:
                 await running.client.post("/v1/completions", json=body)
             roots = [root for root, _ in index.asked]
             assert roots[1] == roots[3] and len(set(roots)) == 3
+
+
+async def test_a_replica_that_falls_silent_and_fails_its_probes_is_not_waited_for() -> None:
+    async def silent(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        stuck.health = "503 Service Unavailable"
+        await reader.read(1)
+
+    async with scripted(silent, answer_ok) as (stuck, well):
+        async with running_gateway(stuck, well) as running:
+            answers = [await running.post(chat()) for _ in range(2)]
+            assert [each.headers["x-kvroute-replica"] for each in answers] == [well.name] * 2
+            assert len(stuck.seen) == 1
+            await running.becomes_idle()
