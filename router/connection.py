@@ -318,6 +318,7 @@ class ClientConnection(HttpToolsProtocol):
         running, self._running = self._running, None
         if running is not None:
             running.disconnected = True
+            running.waiting_for_100_continue = False
             running.message_event.set()
             self.flow.resume_writing()
         if self.on_gone is not None:

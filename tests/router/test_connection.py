@@ -102,6 +102,24 @@ async def test_what_two_readers_could_read_differently_is_refused() -> None:
         assert running.idle()
 
 
+async def test_a_body_that_turns_bad_is_refused_whatever_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad = b"0x5\r\nhello\r\n0\r\n\r\n"
+    async with scripted(answer_ok) as (replica,), running_gateway(replica) as running:
+        for path in (PATH, b"/nowhere"):
+            async with await Wire.to(running.port) as wire:
+                wire.send(head(TE, b"expect: 100-continue", target=path) + bad)
+                assert (await wire.answer()).code == "bad_http"
+            async with await Wire.to(running.port) as wire:
+                wire.send(head(TE, b"expect: 100-continue"))
+                assert (await wire.answer()).status == 100
+                wire.send(bad)
+                assert (await wire.answer()).code == "bad_http"
+        await running.becomes_idle()
+    assert [each for each in caplog.records if each.levelname == "ERROR"] == []
+
+
 async def test_heads_are_bounded() -> None:
     limits: dict[str, Any] = {"max_head_bytes": 2048, "max_target_bytes": 512, "max_headers": 8}
     long = b"x" * 2048
