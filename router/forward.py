@@ -9,13 +9,12 @@ import time
 from router.breaker import Outcome
 from router.call import Call
 from router.config import Settings
-from router.errors import NoReplica, RequestError, UpstreamCut, UpstreamUnavailable
+from router.errors import NoReplica, RequestError, UpstreamCut
 from router.load import Ticket
 from router.metrics import Metrics
 from router.owners import Owners, object_id
 from router.placement import Placement
 from router.planning import Plan
-from router.replicas import Replica
 from router.upstream import Exchange, Headers, ResponseHead
 from router.wire import HOP_BY_HOP, forwarded, header
 
@@ -39,21 +38,16 @@ class Forwarder:
         head: ResponseHead,
         ticket: Ticket,
     ) -> None:
-        """Pass the whole answer on. One that breaks off ends in an aborted transfer.
-
-        Engines send a stream's head long before its first token. It is kept until then, so that
-        the request can still go elsewhere: raises UpstreamUnavailable, TimeoutError before that.
-        """
+        """Pass the whole answer on. One that breaks off ends in an aborted transfer."""
         exchange, placement = call.exchange, call.placement
         assert exchange is not None and placement is not None
         replica, outcome = placement.replica, Outcome.of_status(head.status)
-        chunk = await self._first(exchange, replica, ticket)
-        call.check()
         headers = forwarded(head.headers, HOP_BY_HOP) + own_headers(call)
         self._metrics.matched_tokens.add(placement.matched_tokens)
         call.begin(head.status, is_events=_is_events(head))
         await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
         try:
+            chunk = await exchange.read(self._settings.idle_timeout_s)
             ticket.first_token()
             if plan.streaming and head.status == 200:
                 elapsed_s = time.perf_counter() - call.arrived_at_s
@@ -72,17 +66,6 @@ class Forwarder:
             logger.warning("replica %s: cut: %s", replica.name, error)
             await cut(call, NoReplica(f"The replica's answer broke off: {error}. Send it again."))
 
-    async def _first(self, exchange: Exchange, replica: Replica, ticket: Ticket) -> bytes:
-        """What comes first of the body."""
-        waited_s = time.monotonic() - ticket.placed_at_s
-        try:
-            return await exchange.read(self._settings.first_byte_timeout_s - waited_s)
-        except UpstreamCut as error:
-            raise UpstreamUnavailable(str(error)) from error
-        except TimeoutError:
-            replica.report(Outcome.TIMEOUT)
-            raise
-
     async def _pass_on(
         self, call: Call, plan: Plan, placement: Placement, exchange: Exchange, chunk: bytes
     ) -> None:
@@ -91,7 +74,7 @@ class Forwarder:
             if b"cached_tokens" in chunk:
                 self._compare(chunk, plan, placement)
             ended = exchange.ended
-            call.tail = chunk or call.tail
+            call.tail = chunk[-2:] or call.tail
             await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
             if ended:
                 return

@@ -25,7 +25,10 @@ import httptools
 
 from router.errors import Overloaded, UpstreamCut, UpstreamError, UpstreamUnavailable
 
-HIGH_WATER_BYTES = 256 << 10
+READ_AHEAD_BYTES = 64 << 10
+"""What is held of a body before its socket is paused; one more read of the loop comes on top."""
+JOINED_BYTES = 256 << 10
+"""Larger requests are not copied to be sent in one piece."""
 MAX_HEAD_BYTES = 64 << 10
 
 OUR_OWN_LIMITS = frozenset(
@@ -87,7 +90,7 @@ class Exchange(asyncio.Protocol):
         if self._transport is None or self._closed:
             raise UpstreamUnavailable("the connection is closed")
         self._asked = self._sent = True
-        if len(body) <= HIGH_WATER_BYTES:
+        if len(body) <= JOINED_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
@@ -108,9 +111,13 @@ class Exchange(asyncio.Protocol):
         self._sent = True
 
     async def head(self, limit_s: float) -> ResponseHead:
-        """The response head. Raises UpstreamUnavailable, TimeoutError after `limit_s`."""
+        """The response head, once something of the body is there too, or all of it.
+
+        Engines send a stream's head long before its first token. Until then nothing is lost by
+        asking another replica. Raises UpstreamUnavailable, TimeoutError after `limit_s`.
+        """
         end_s = self.loop.time() + limit_s
-        while self._head is None:
+        while self._head is None or not (self._chunks or self._complete):
             if self._error is not None:
                 raise UpstreamUnavailable(str(self._error)) from self._error
             await self._wait(end_s - self.loop.time())
@@ -255,7 +262,7 @@ class Exchange(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         self._chunks.append(data)
         self._buffered_bytes += len(data)
-        if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._transport:
+        if self._buffered_bytes > READ_AHEAD_BYTES and not self._paused and self._transport:
             self._paused = True
             self._transport.pause_reading()
 
