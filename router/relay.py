@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -45,6 +46,8 @@ logger = logging.getLogger("kvroute.relay")
 access = logging.getLogger("kvroute.access")
 
 CLIENT_LEFT = 499
+GOODBYE_S = 1.0
+"""How long a client may take to make room for the end of its answer."""
 
 
 class Relay:
@@ -117,16 +120,17 @@ class Relay:
         call.arm(limit_s, ReplicaTimeout(late))
 
     async def _end_badly(self, call: Call, error: RequestError) -> None:
-        """An answer of our own; one that has begun is cut."""
-        if call.gone:
-            call.status = CLIENT_LEFT
-        elif call.started:
-            await cut(call, error)
-        else:
-            call.begin(error.status, is_events=False)
-            await send_error(
-                call.send, error, own_headers(call), call.route.shape, call.request_id.decode()
-            )
+        """An answer of our own, or the cut of one that has begun; who does not read misses it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                if call.gone:
+                    call.status = CLIENT_LEFT
+                elif call.started:
+                    await cut(call, error)
+                else:
+                    call.begin(error.status, is_events=False)
+                    shape, request_id = call.route.shape, call.request_id.decode()
+                    await send_error(call.send, error, own_headers(call), shape, request_id)
 
     def _account(self, call: Call) -> None:
         self._metrics.requests.add(1, call.route.path, str(call.status))

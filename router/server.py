@@ -37,7 +37,7 @@ GC_THRESHOLD = 20_000
 SPARE_FILES = 1024
 """Open files besides clients and the connections to replicas made for them."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GOODBYE_S = 1.0
+GOODBYE_S = 1.5
 """How long a request that is cut may take to say so."""
 
 

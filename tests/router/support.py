@@ -47,6 +47,31 @@ def json_answer(content: Any, status: str = "200 OK", extra: str = "") -> bytes:
     ).encode() + body
 
 
+class Streams:
+    """A script: answers begin at once and end when they are let, unless the gateway leaves."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def __call__(
+        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if b'"stream": true' not in seen.body:
+            return await answer_ok(seen, reader, writer)
+        writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
+        await writer.drain()
+        leaving = asyncio.ensure_future(reader.read(1))
+        allowed = asyncio.ensure_future(self.go_on.wait())
+        await asyncio.wait((leaving, allowed), return_when=asyncio.FIRST_COMPLETED)
+        for each in (leaving, allowed):
+            each.cancel()
+        if not self.go_on.is_set():
+            self.left.set()
+            raise ConnectionError
+        writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
 async def answer_ok(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(json_answer({"ok": True}))
 

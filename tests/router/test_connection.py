@@ -15,6 +15,7 @@ from tests.router.support import (
     SSE_HEAD,
     Running,
     Seen,
+    Streams,
     answer_ok,
     chat,
     chunk,
@@ -201,55 +202,35 @@ async def test_connections_beyond_the_limit_are_told_so_and_closed() -> None:
             assert (await running.post(chat())).status_code == 200
 
 
-def held_back() -> tuple[asyncio.Event, Any]:
-    go_on = asyncio.Event()
-
-    async def script(
-        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
-        await writer.drain()
-        gone = asyncio.ensure_future(reader.read())
-        allowed = asyncio.ensure_future(go_on.wait())
-        await asyncio.wait((gone, allowed), return_when=asyncio.FIRST_COMPLETED)
-        for each in (gone, allowed):
-            each.cancel()
-        if not go_on.is_set():
-            raise ConnectionError
-        writer.write(chunk(b"data: 2\n\n") + b"0\r\n\r\n")
-
-    return go_on, script
-
-
 @pytest.mark.parametrize("content_bytes", [2, 300_000])
 async def test_a_clients_fin_during_the_answer_counts_as_leaving(content_bytes: int) -> None:
-    _, script = held_back()
-    async with scripted(script) as (replica,), running_gateway(replica) as running:
+    streams = Streams()
+    async with scripted(streams) as (replica,), running_gateway(replica) as running:
         async with await Wire.to(running.port) as wire:
             wire.send(post(chat(stream=True, padding="x" * content_bytes)))
             async with asyncio.timeout(5):
                 await wire.reader.readuntil(b"data: 1\n\n")
             wire.writer.write_eof()
             async with asyncio.timeout(0.1):
-                await replica.closed.wait()
+                await streams.left.wait()
             await running.becomes_idle()
 
 
 async def test_a_half_closed_client_gets_its_answer_where_that_is_wanted() -> None:
-    go_on, script = held_back()
-    async with scripted(script) as (replica,):
+    streams = Streams()
+    async with scripted(streams) as (replica,):
         async with running_gateway(replica, tolerate_half_close=True) as running:
             async with await Wire.to(running.port) as wire:
                 wire.send(post(chat(stream=True)))
                 async with asyncio.timeout(5):
                     await wire.reader.readuntil(b"data: 1\n\n")
                 wire.writer.write_eof()
-                go_on.set()
-                assert (await wire.ended()).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
+                streams.go_on.set()
+                assert (await wire.ended()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
             async with await Wire.to(running.port) as wire:
                 wire.send(post(chat(stream=True)) + post(chat(stream=True))[:-1])
                 wire.writer.write_eof()
-                assert (await wire.ended()).count(b"data: 2") == 1
+                assert (await wire.ended()).count(b"data: [DONE]") == 1
             assert len(replica.seen) == 2
 
 
@@ -301,13 +282,13 @@ async def test_the_body_is_asked_for_only_when_it_is_wanted() -> None:
 
 
 async def test_http_1_0_clients_get_no_chunks_and_the_end_of_the_connection() -> None:
-    go_on, script = held_back()
-    go_on.set()
-    async with scripted(script) as (replica,), running_gateway(replica) as running:
+    streams = Streams()
+    streams.go_on.set()
+    async with scripted(streams) as (replica,), running_gateway(replica) as running:
         async with await Wire.to(running.port) as wire:
             wire.send(post(chat(stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0"))
             answer = await wire.answer()
-            assert (answer.status, answer.body) == (200, b"data: 1\n\ndata: 2\n\n")
+            assert (answer.status, answer.body) == (200, b"data: 1\n\ndata: [DONE]\n\n")
             assert "transfer-encoding" not in answer.headers and answer.closes
         async with await Wire.to(running.port) as wire:
             wire.send(b"GET /livez HTTP/1.0\r\n\r\n")
@@ -411,3 +392,27 @@ def test_small_writes_are_not_held_back(loop: Any) -> None:
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(once())
     assert delays == [1]
+
+
+async def test_a_client_that_does_not_read_does_not_outlive_its_deadline() -> None:
+    left = asyncio.Event()
+
+    async def endless(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(SSE_HEAD)
+        try:
+            while True:
+                writer.write(chunk(b"data: " + b"x" * 60_000 + b"\n\n"))
+                await writer.drain()
+        finally:
+            left.set()
+
+    async with scripted(endless) as (replica,):
+        async with running_gateway(replica, request_timeout_s=0.3) as running:
+            async with await Wire.to(running.port) as wire:
+                wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                wire.send(post(chat(stream=True)))
+                async with asyncio.timeout(3):
+                    await left.wait()
+                    await running.becomes_idle()

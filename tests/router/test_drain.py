@@ -12,41 +12,15 @@ import pytest
 
 from tests.router.raw import Wire, head, post
 from tests.router.support import (
-    SSE_HEAD,
     ScriptedReplica,
-    Seen,
+    Streams,
     chat,
-    chunk,
     running_gateway,
     scripted,
 )
 from tests.whole import Process, start_gateway
 
 READY = head(method=b"GET", target=b"/readyz")
-
-
-class Streams:
-    """Answers begin at once and end when they are let."""
-
-    def __init__(self) -> None:
-        self.go_on = asyncio.Event()
-
-    async def __call__(
-        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        if b"stream" not in seen.body:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-            return
-        writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
-        await writer.drain()
-        gone = asyncio.ensure_future(reader.read(1))
-        allowed = asyncio.ensure_future(self.go_on.wait())
-        await asyncio.wait((gone, allowed), return_when=asyncio.FIRST_COMPLETED)
-        for each in (gone, allowed):
-            each.cancel()
-        if not self.go_on.is_set():
-            raise ConnectionError
-        writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
 
 @asynccontextmanager
@@ -130,14 +104,15 @@ async def test_what_has_not_finished_by_the_deadline_is_cut_with_an_error_event(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setenv("KVROUTE_DRAIN_S", "0.2")
-    async with scripted(Streams()) as (replica,), gateway_process(replica) as (process, port):
+    streams = Streams()
+    async with scripted(streams) as (replica,), gateway_process(replica) as (process, port):
         async with await begin_stream(port) as stream:
             process.popen.send_signal(signal.SIGTERM)
             rest = await stream.ended()
             assert b"event: error\n" in rest and b'"code":"gateway_shutting_down"' in rest
             assert b"[DONE]" not in rest and not rest.endswith(b"0\r\n\r\n")
         assert await exit_code(process) == 0
-        assert replica.closed.is_set()
+        assert streams.left.is_set()
 
 
 @pytest.mark.slow
