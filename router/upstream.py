@@ -19,7 +19,7 @@ import errno
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import httptools
 
@@ -76,6 +76,7 @@ class Exchange(asyncio.Protocol):
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._drain: asyncio.Future[None] | None = None
+        self._enough: asyncio.Future[None] | None = None
 
     # What a request does with it
 
@@ -100,15 +101,29 @@ class Exchange(asyncio.Protocol):
     async def send_on(self, parts: AsyncIterator[bytes], chunked: bool) -> None:
         """Write the rest of a body as it arrives, unless the replica answers before its end."""
         self._sent = False
-        async for part in parts:
+        self._enough = self.loop.create_future()
+        while not self._enough.done():
+            part = await self._unless_enough(parts)
             if self._transport is None or self._closed or self._head is not None:
+                return
+            if part is None:
+                if chunked:
+                    self._transport.write(b"0\r\n\r\n")
+                self._sent = True
                 return
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
             if self._drain is not None:
                 await self._drain
-        if chunked and self._transport is not None:
-            self._transport.write(b"0\r\n\r\n")
-        self._sent = True
+
+    async def _unless_enough(self, parts: AsyncIterator[bytes]) -> bytes | None:
+        """The next part; None at the end, and when no more is wanted, however slow the client."""
+        step = asyncio.ensure_future(anext(parts, None))
+        enough: Any = self._enough
+        try:
+            await asyncio.wait((step, enough), return_when=asyncio.FIRST_COMPLETED)
+            return step.result() if step.done() else None
+        finally:
+            step.cancel()
 
     async def head(self, limit_s: float) -> ResponseHead:
         """The response head, once something of the body is there too, or all of it.
@@ -226,6 +241,12 @@ class Exchange(asyncio.Protocol):
         if not self._complete:
             self._fail(UpstreamCut(str(exc) if exc else "the replica closed the connection"))
         self._wake()
+        self._stop_sending()
+
+    def _stop_sending(self) -> None:
+        """An answer, or the end, is not held up by a body that nobody reads or sends."""
+        if self._enough is not None and not self._enough.done():
+            self._enough.set_result(None)
         self.resume_writing()
 
     def pause_writing(self) -> None:
@@ -257,7 +278,7 @@ class Exchange(asyncio.Protocol):
         self._reusable = self._framed and self._parser.should_keep_alive()
         if bodiless:
             self._complete = True
-        self.resume_writing()  # an early answer is not held up by a body that nobody reads
+        self._stop_sending()
 
     def on_body(self, data: bytes) -> None:
         self._chunks.append(data)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.chaos.client import Answer, ask, chat_body
+from tests.chaos.client import Answer, ask, chat_body, read_answer
 from tests.router.support import (
     MODEL,
     SSE_HEAD,
@@ -264,6 +264,35 @@ async def test_an_answer_before_the_request_was_read_is_passed_on() -> None:
             await running.becomes_idle()
     finally:
         left.set()
+        await replica.stop()
+
+
+async def test_a_connection_with_half_a_request_is_not_used_again() -> None:
+    """The replica would take the next request for the rest of the form before it."""
+    first = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nsim\r\n--b\r\n'
+    kind = "content-type: multipart/form-data; boundary=b\r\ncontent-length: 99999\r\n"
+    upload = f"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: x\r\n{kind}\r\n".encode()
+
+    async def echo(seen: Seen, reader: Reader, writer: Writer) -> None:
+        writer.write(json_answer({"target": seen.target}))
+
+    replica = HeadReader(echo)
+    await replica.start()
+    try:
+        async with running_gateway(replica) as running:
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(upload + first)
+            answer = Answer()
+            async with asyncio.timeout(SOON_S):
+                await read_answer(reader, answer)
+            assert json.loads(answer.body) == {"target": "/v1/audio/transcriptions"}
+            connections = replica.connections
+            other = await running.client.post("/v1/rerank", json={"model": MODEL})
+            assert other.json() == {"target": "/v1/rerank"}
+            assert replica.connections == connections + 1
+            writer.transport.abort()
+            await running.becomes_idle()
+    finally:
         await replica.stop()
 
 
