@@ -15,7 +15,9 @@ import typer
 import uvloop
 import zmq
 
+from loadgen.replica.api import Flavor
 from loadgen.replica.errors import ReplicaError
+from loadgen.replica.faults import parse_plan
 from loadgen.replica.model import EngineModel, SchedulingPolicy
 from loadgen.replica.publisher import ReplayFraming
 from loadgen.replica.server import Fleet, FleetConfig
@@ -31,6 +33,10 @@ Examples:
   loadgen replica --replicas 4 --port 8100 --blocks 2000
 
   loadgen replica --ranks 2 --events array --replay-framing old --hash bytes
+
+  loadgen replica --flavor sglang --ranks 2
+
+  loadgen replica --faults '{"cut_after_chunks": 3, "times": 5}'
 
   loadgen replica --prefill-a 0 --prefill-b 0 --prefill-c 0 --decode-step 0.001
 
@@ -79,6 +85,15 @@ def replica(
         SchedulingPolicy, Option(help="Order of the waiting queue.")
     ] = SchedulingPolicy.FCFS,
     seed: Annotated[int, Option(help="What block hashes start from.")] = 0,
+    flavor: Annotated[
+        Flavor, Option(help="Whose routes, metrics and events: vllm or sglang.")
+    ] = Flavor.VLLM,
+    dev_mode: Annotated[
+        bool, Option(help="Whether vLLM's developer routes are there: /sleep, /server_info, ...")
+    ] = True,
+    faults: Annotated[
+        str, Option(help="Faults to begin with, as JSON for POST /sim/faults; see the README.")
+    ] = "{}",
     exit_on_stdin_eof: Annotated[
         bool, Option("--exit-on-stdin-eof", help="Stop when standard input ends.")
     ] = False,
@@ -117,6 +132,9 @@ def replica(
             topic=topic,
             buffer_steps=buffer_steps,
             seed=seed,
+            flavor=flavor,
+            dev_mode=dev_mode,
+            faults=parse_plan(faults),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, exit_on_stdin_eof=exit_on_stdin_eof))

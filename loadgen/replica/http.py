@@ -7,10 +7,13 @@ it and answers later. Responses of one connection leave in the order of its requ
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import NamedTuple, cast
+from urllib.parse import parse_qs
 
 import httptools
 
@@ -31,6 +34,11 @@ class HTTPRequest(NamedTuple):
     body: bytes
     keep_alive: bool
     http_1_0: bool
+    query: str = ""
+
+    def argument(self, name: str, default: str = "") -> str:
+        """The last value of a query parameter."""
+        return parse_qs(self.query).get(name, [default])[-1]
 
 
 class Exchange:
@@ -40,7 +48,7 @@ class Exchange:
     after that is ignored.
     """
 
-    def __init__(self, request: HTTPRequest, connection: Connection) -> None:
+    def __init__(self, request: HTTPRequest, connection: Connection | None) -> None:
         self.request = request
         self.on_abandoned: Callable[[], None] | None = None
         self._connection: Connection | None = connection
@@ -50,6 +58,11 @@ class Exchange:
     def open(self) -> bool:
         """Whether the client still waits for (the rest of) the answer."""
         return self._connection is not None
+
+    @property
+    def connection(self) -> Connection | None:
+        """Where the answer goes, None once it is complete or nobody waits for it."""
+        return self._connection
 
     def respond(
         self,
@@ -61,7 +74,7 @@ class Exchange:
         """Send a whole answer."""
         fields = {"content-type": content_type, **(headers or {})}
         fields["content-length"] = str(len(body))
-        self._write(self._head(status, fields, self.request.keep_alive) + body)
+        self.write(self.head(status, fields, self.request.keep_alive) + body)
         self._finish(close=not self.request.keep_alive)
 
     def start_stream(self, content_type: str, headers: dict[str, str] | None = None) -> None:
@@ -69,16 +82,16 @@ class Exchange:
         fields = {"content-type": content_type, **(headers or {})}
         if self._chunked:
             fields["transfer-encoding"] = "chunked"
-        self._write(self._head(200, fields, self.request.keep_alive and self._chunked))
+        self.write(self.head(200, fields, self.request.keep_alive and self._chunked))
 
     def send(self, data: bytes) -> None:
         """One more piece of a streamed answer."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end_stream(self) -> None:
         """Complete a streamed answer."""
         if self._chunked:
-            self._write(b"0\r\n\r\n")
+            self.write(b"0\r\n\r\n")
         self._finish(close=not (self.request.keep_alive and self._chunked))
 
     def abandoned(self) -> None:
@@ -88,14 +101,21 @@ class Exchange:
         if callback is not None:
             callback()
 
-    def _head(self, status: int, fields: dict[str, str], keep_alive: bool) -> bytes:
+    def cut(self, *, reset: bool) -> None:
+        """Break the connection off once what was written has left: with RST, or with FIN."""
+        if self._connection is not None:
+            self._connection.cut(reset=reset)
+
+    def head(self, status: int, fields: dict[str, str], keep_alive: bool) -> bytes:
+        """The bytes of an answer's head."""
         lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}", "server: uvicorn"]
         lines += [f"{name}: {value}" for name, value in fields.items()]
         if not keep_alive:
             lines.append("connection: close")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """Raw bytes to the client."""
         if self._connection is not None:
             self._connection.write(data)
 
@@ -143,6 +163,18 @@ class Connection(asyncio.Protocol):
         self._closing = True
         if self._current is None and self._transport is not None:
             self._transport.close()
+
+    def cut(self, *, reset: bool) -> None:
+        """Close in the middle of an answer."""
+        transport = self._transport
+        if transport is None:
+            return
+        if reset:
+            linger = struct.pack("ii", 1, 0)
+            transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, linger
+            )
+        transport.close()
 
     def abort(self) -> None:
         """Close now."""
@@ -195,13 +227,15 @@ class Connection(asyncio.Protocol):
             raise httptools.HttpParserError("body too large")
 
     def on_message_complete(self) -> None:
+        path, _, query = self._url.decode("latin-1").partition("?")
         request = HTTPRequest(
             method=self._parser.get_method().decode("latin-1"),
-            path=self._url.partition(b"?")[0].decode("latin-1"),
+            path=path,
             headers=self._headers,
             body=bytes(self._body),
             keep_alive=self._parser.should_keep_alive(),
             http_1_0=self._parser.get_http_version() == "1.0",
+            query=query,
         )
         if self._current is None and not self._closing:
             self._begin(request)

@@ -82,6 +82,14 @@ class RankView(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def times(self) -> RankTimes: ...
+    @property
+    def sleep_level(self) -> int | None: ...
+
+
+class Collector(Protocol):
+    """What prometheus_client can collect from."""
+
+    def collect(self) -> Iterable[Metric]: ...
 
 
 class ReplicaCollector:
@@ -97,6 +105,7 @@ class ReplicaCollector:
         yield from self._gauges()
         yield from self._counters()
         yield from self._sources()
+        yield self._sleep_states()
         yield from self._histograms()
         yield self._finished()
         yield self._config()
@@ -147,6 +156,17 @@ class ReplicaCollector:
             family.add_metric([*labels, "local_cache_hit"], stats.cached)
             family.add_metric([*labels, "external_kv_transfer"], 0)
         yield family
+
+    def _sleep_states(self) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "Sleep state of the engine; 1 for the state it is in.",
+            labels=["model_name", "engine", "sleep_state"],
+        )
+        for labels, rank in zip(self._labels, self._ranks, strict=True):
+            for state, level in (("awake", None), ("weights_offloaded", 1), ("discard_all", 2)):
+                family.add_metric([*labels, state], rank.sleep_level == level)
+        return family
 
     def _histograms(self) -> Iterator[Metric]:
         times = [rank.times for rank in self._ranks]
@@ -203,7 +223,7 @@ class ReplicaCollector:
         return family
 
 
-def exposition(collector: ReplicaCollector) -> bytes:
+def exposition(collector: Collector) -> bytes:
     """The text format of one scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

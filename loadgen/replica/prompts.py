@@ -27,6 +27,7 @@ class Served:
     adapters: tuple[str, ...]
     max_model_len_tokens: int
     started_s: int
+    owner: str = "vllm"
 
 
 @dataclass(frozen=True, slots=True)

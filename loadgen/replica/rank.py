@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from loadgen.replica.engine import Engine
+from loadgen.replica.events import KVEvent
 from loadgen.replica.metrics import RankTimes
 from loadgen.replica.model import EngineRequest, EngineStats, FirstToken, StepResult
 from loadgen.replica.publisher import KVPublisher
-from loadgen.replica.wire import BatchEncoder
 
 # A step that ends late by less than this starts the next one as if it had ended in time, so
 # that timer granularity does not slow the simulated engine down.
@@ -24,8 +24,18 @@ class Sink(Protocol):
     def tokens(self, count: int, first: FirstToken | None, finished: bool) -> None:
         """`count` more tokens; `first` with the first of them, `finished` with the last."""
 
+    def abort(self) -> None:
+        """The engine gives the request up; nothing more comes."""
+
     def reason(self) -> str:
         """Why the request ends when all of its tokens have come: "stop" or "length"."""
+
+
+class Encoder(Protocol):
+    """Turns the events of one step into one payload."""
+
+    def encode(self, events: Sequence[KVEvent], timestamp_s: float) -> bytes:
+        """The payload frame; `timestamp_s` is Unix time."""
 
 
 class _Flight:
@@ -43,7 +53,7 @@ class RankRunner:
     def __init__(
         self,
         engine: Engine,
-        encoder: BatchEncoder,
+        encoder: Encoder,
         publisher: KVPublisher,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,6 +65,7 @@ class RankRunner:
         self._step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self.sleep_level: int | None = None
         self.times = RankTimes()
 
     @property
@@ -101,6 +112,25 @@ class RankRunner:
         """Forget cached content; False while requests use it."""
         return self._engine.reset_prefix_cache()
 
+    def sleep(self, level: int) -> None:
+        """Give up what is in flight and run no step until `wake`; from level 1 on the cache goes.
+
+        As in vLLM, requests are still taken and wait, and that the cache is empty is told with
+        the events of the next step.
+        """
+        self.sleep_level = level
+        for request_id, flight in list(self._flights.items()):
+            self.abort(request_id)
+            self.times.finished["abort"] += 1
+            flight.sink.abort()
+        if level >= 1:
+            self._engine.reset_prefix_cache()
+
+    def wake(self) -> None:
+        """Run steps again, first for what has waited."""
+        self.sleep_level = None
+        self._wake(self._clock())
+
     async def close(self) -> None:
         """Stop the clock and the publisher."""
         self._closed = True
@@ -113,6 +143,9 @@ class RankRunner:
             self._begin(now_s)
 
     def _begin(self, start_s: float) -> None:
+        if self.sleep_level is not None:
+            self._timer = None
+            return
         self._step = self._engine.step(start_s)
         if self._step is None:
             self._timer = None

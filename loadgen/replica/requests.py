@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from loadgen.replica.errors import RequestRefused
+from loadgen.replica.http import HTTPRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -110,6 +111,16 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[NonNegative]
+
+
+def read_json(http: HTTPRequest, kind: type[Body]) -> Body:
+    """The JSON body of a request. Raises RequestRefused (400), also for other content types."""
+    given = http.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise RequestRefused(
+            "Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request"
+        )
+    return parse(http.body, kind)
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import orjson
-
+from loadgen.replica.answering import respond_json as send
 from loadgen.replica.answers import ChatFormat, CompletionFormat
 from loadgen.replica.errors import RequestRefused
 from loadgen.replica.http import Exchange
-from loadgen.replica.metrics import ReplicaCollector, exposition
+from loadgen.replica.metrics import Collector, exposition
 from loadgen.replica.prompts import PromptReader
 from loadgen.replica.rank import RankRunner
 from loadgen.replica.requests import (
@@ -24,17 +23,10 @@ from loadgen.replica.requests import (
     parse,
     plain_messages,
 )
-
-Handler = Callable[[Exchange], None]
-Routes = dict[str, tuple[str, Handler]]
+from loadgen.replica.routing import Route
 
 _VERSION = "0.32.0"
 _EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def send(exchange: Exchange, body: object) -> None:
-    """Answer 200 with JSON."""
-    exchange.respond(200, orjson.dumps(body))
 
 
 def send_nothing(exchange: Exchange) -> None:
@@ -49,14 +41,14 @@ class TokenRoutes:
         self._reader = reader
         self._tokenizer = reader.tokenizer
 
-    def routes(self) -> Routes:
-        """Path -> (method, handler)."""
-        return {
-            "/v1/chat/completions/render": ("POST", self._render_chat),
-            "/v1/completions/render": ("POST", self._render_completion),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
-        }
+    def routes(self) -> list[Route]:
+        """What this part answers."""
+        return [
+            Route("POST", "/v1/chat/completions/render", self._render_chat),
+            Route("POST", "/v1/completions/render", self._render_completion),
+            Route("POST", "/tokenize", self._tokenize),
+            Route("POST", "/detokenize", self._detokenize),
+        ]
 
     def _render_chat(self, exchange: Exchange) -> None:
         request = parse(exchange.request.body, ChatRequest)
@@ -121,7 +113,7 @@ class StateRoutes:
         self,
         reader: PromptReader,
         ranks: Sequence[RankRunner],
-        collector: ReplicaCollector,
+        collector: Collector,
         in_flight: Callable[[], int],
     ) -> None:
         self._served = reader.served
@@ -129,18 +121,18 @@ class StateRoutes:
         self._collector = collector
         self._in_flight = in_flight
 
-    def routes(self) -> Routes:
-        """Path -> (method, handler)."""
-        return {
-            "/v1/models": ("GET", self._models),
-            "/health": ("GET", send_nothing),
-            "/ping": ("GET", send_nothing),
-            "/version": ("GET", self._version),
-            "/load": ("GET", self._load),
-            "/metrics": ("GET", self._metrics),
-            "/kv_event_sources": ("GET", self._kv_event_sources),
-            "/reset_prefix_cache": ("POST", self._reset_prefix_cache),
-        }
+    def routes(self) -> list[Route]:
+        """What this part answers."""
+        return [
+            Route("GET", "/v1/models", self._models),
+            Route("GET", "/health", send_nothing),
+            Route("GET", "/ping", send_nothing),
+            Route("GET", "/version", self._version),
+            Route("GET", "/load", self._load),
+            Route("GET", "/metrics", self._metrics),
+            Route("GET", "/kv_event_sources", self._kv_event_sources),
+            Route("POST", "/reset_prefix_cache", self._reset_prefix_cache),
+        ]
 
     def _models(self, exchange: Exchange) -> None:
         model = self._served.model
@@ -154,7 +146,7 @@ class StateRoutes:
             "id": name,
             "object": "model",
             "created": self._served.started_s,
-            "owned_by": "vllm",
+            "owned_by": self._served.owner,
             "root": name,
             "parent": parent,
             "max_model_len": length,
@@ -175,8 +167,8 @@ class StateRoutes:
         for number, rank in enumerate(self._ranks):
             address = rank.publisher.address
             sources[str(number)] = {
-                "endpoint": _any_host(address.endpoint),
-                "replay_endpoint": _any_host(address.replay_endpoint),
+                "endpoint": any_host(address.endpoint),
+                "replay_endpoint": any_host(address.replay_endpoint),
                 "topic": address.topic,
                 "buffer_steps": address.buffer_steps,
             }
@@ -189,7 +181,8 @@ class StateRoutes:
         send_nothing(exchange)
 
 
-def _any_host(endpoint: str) -> str:
+def any_host(endpoint: str) -> str:
+    """A publisher's address as an engine's configuration has it."""
     # vLLM reports the address it was configured with, and that is a wildcard wherever it
     # binds: clients put the replica's host in its place.
     return f"tcp://*:{endpoint.rpartition(':')[2]}"

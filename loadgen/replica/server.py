@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,21 +15,24 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from loadgen.replica.api import ReplicaAPI
+from loadgen.replica.api import Flavor, ReplicaAPI
 from loadgen.replica.engine import Engine
+from loadgen.replica.faults import FaultPlan
 from loadgen.replica.generation import Generator
 from loadgen.replica.http import HTTPServer
 from loadgen.replica.model import EngineModel
 from loadgen.replica.prompts import Served
 from loadgen.replica.publisher import KVPublisher, ReplayFraming
-from loadgen.replica.rank import RankRunner
+from loadgen.replica.rank import Encoder, RankRunner
 from loadgen.replica.reply import Vocabulary, build_vocabulary
+from loadgen.replica.sglang_wire import SglangEncoder
 from loadgen.replica.text import ReplicaTokenizer
 from loadgen.replica.wire import BatchEncoder, EventEncoding, HashForm
 from loadgen.tokenizer import default_folder
 
 _REBIND_TIMEOUT_S = 5.0
 _REBIND_PAUSE_S = 0.01
+_PORT_TRIES = 50
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -38,7 +42,8 @@ class FleetConfig:
     """Everything about the replicas of one process. Ports of 0 are free ones.
 
     With a base `port`, replica i listens on `port + i`. With a base `kv_port`, rank r of
-    replica i publishes on `kv_port + 2 * (i * ranks + r)` and replays on the port after it.
+    replica i publishes on `kv_port + 2 * (i * ranks + r)` and replays on the port after it; of
+    the SGLang flavor, all ranks of a replica publish on consecutive ports, and then all replay.
     """
 
     replicas: int = 1
@@ -57,6 +62,9 @@ class FleetConfig:
     topic: str = ""
     buffer_steps: int = 10_000
     seed: int = 0
+    flavor: Flavor = Flavor.VLLM
+    dev_mode: bool = True
+    faults: FaultPlan = field(default_factory=FaultPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +164,16 @@ class Fleet:
             await asyncio.sleep(_REBIND_PAUSE_S)
 
     def _ports(self, number: int) -> list[int]:
-        """HTTP, then two for each rank."""
+        """HTTP, then two for each rank: where it publishes and where it replays."""
         config = self._config
         http = config.port and config.port + number
         base = config.kv_port and config.kv_port + 2 * number * config.ranks
-        return [http, *(base and base + place for place in range(2 * config.ranks))]
+        if config.flavor is not Flavor.SGLANG:
+            return [http, *(base and base + place for place in range(2 * config.ranks))]
+        # SGLang tells rank 0's ports alone, the others follow from them.
+        base = base or _free_ports(config.host, 2 * config.ranks)
+        return [http, *(base + rank + part for rank in range(config.ranks)
+                        for part in (0, config.ranks))]  # fmt: skip
 
     async def _start(self, number: int, ports: Sequence[int]) -> Replica:
         config = self._config
@@ -171,8 +184,18 @@ class Fleet:
             runner.publisher.start()
             ranks.append(runner)
         length = self._generator.max_model_len_tokens
-        served = Served(config.model_name, config.adapters, length, int(time.time()))
-        server = HTTPServer(ReplicaAPI(served, self._generator, config.engine, ranks).handle)
+        owner = config.flavor.value
+        served = Served(config.model_name, config.adapters, length, int(time.time()), owner)
+        api = ReplicaAPI(
+            served,
+            self._generator,
+            config.engine,
+            ranks,
+            flavor=config.flavor,
+            dev_mode=config.dev_mode,
+            faults=config.faults,
+        )
+        server = HTTPServer(api.handle)
         self._stack.push_async_callback(server.close)
         await server.start(config.host, ports[0])
         return Replica(server, config.host, ranks)
@@ -188,8 +211,24 @@ class Fleet:
             framing=config.replay_framing,
             buffer_steps=config.buffer_steps,
         )
-        encoder = BatchEncoder(config.events, config.hash_form, rank)
+        encoder: Encoder = BatchEncoder(config.events, config.hash_form, rank)
+        if config.flavor is Flavor.SGLANG:
+            encoder = SglangEncoder(config.events, rank)
         return RankRunner(Engine(config.engine, config.seed), encoder, publisher)
+
+
+def _free_ports(host: str, count: int) -> int:
+    """The first of `count` consecutive ports that nobody used a moment ago. Raises OSError."""
+    for _ in range(_PORT_TRIES):
+        with ExitStack() as stack:
+            try:
+                first = stack.enter_context(socket.create_server((host, 0))).getsockname()[1]
+                for place in range(1, count):
+                    stack.enter_context(socket.create_server((host, first + place)))
+            except (OSError, OverflowError):
+                continue
+            return int(first)
+    raise OSError(f"no {count} consecutive free ports on {host}")
 
 
 def _port(address: str) -> int:

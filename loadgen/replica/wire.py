@@ -72,7 +72,7 @@ def _stored_fields(event: BlocksStored, wire: Callable[[int], WireHash]) -> dict
         "parent_block_hash": None if event.parent is None else wire(event.parent),
         "token_ids": event.token_ids,
         "block_size": event.block_size_tokens,
-        "lora_id": _adapter_id(event.adapter),
+        "lora_id": adapter_id(event.adapter),
         "medium": _MEDIUM,
         "lora_name": event.adapter or None,
         "extra_keys": _extra_keys(event),
@@ -108,7 +108,8 @@ def _extra_keys(event: BlocksStored) -> list[list[str] | None]:
     return keys
 
 
-def _adapter_id(adapter: str) -> int | None:
+def adapter_id(adapter: str) -> int | None:
+    """The number of an adapter in events."""
     # vLLM numbers adapters as they are loaded; a number that depends on the name alone is
     # enough for consumers, which are told to prefer the name.
     return sum(adapter.encode()) % 1000 + 1 if adapter else None

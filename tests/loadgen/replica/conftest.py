@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import httpx
+import openai
 import pytest
 
 from loadgen.replica.model import EngineModel
@@ -55,4 +56,11 @@ async def fleet(start_fleet: StartFleet) -> Fleet:
 @pytest.fixture
 async def client(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=fleet.replicas[0].url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+async def sdk(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{fleet.replicas[0].url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client

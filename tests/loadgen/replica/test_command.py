@@ -39,6 +39,15 @@ async def test_start_up_line_and_sigterm() -> None:
         assert await process.stdout.read() == b""
 
 
+async def test_flavor_and_faults_reach_the_replicas() -> None:
+    options = ("--flavor", "sglang", "--faults", '{"refuse_status": 429, "times": 1}')
+    async with running(*options) as (_process, line):
+        async with httpx.AsyncClient(base_url=line["replicas"][0]["url"]) as client:
+            assert (await client.get("/get_server_info")).json()["dp_size"] == 1
+            answers = [await client.post("/generate", json={"text": "a"}) for _ in range(2)]
+            assert [answer.status_code for answer in answers] == [429, 200]
+
+
 async def test_ends_with_its_standard_input() -> None:
     async with running("--exit-on-stdin-eof") as (process, _line):
         assert process.stdin is not None

@@ -1,22 +1,12 @@
-from collections.abc import AsyncIterator
-
 import openai
 import pytest
 
-from loadgen.replica.server import Fleet
 from tests.loadgen.replica.conftest import StartFleet, until
 
 MESSAGES = [
     {"role": "system", "content": "You answer briefly."},
     {"role": "user", "content": "What is a block cache?"},
 ]
-
-
-@pytest.fixture
-async def sdk(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
-    url = f"{fleet.replicas[0].url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def test_chat_whole_and_streamed_agree(sdk: openai.AsyncOpenAI) -> None:

@@ -19,11 +19,11 @@ async def cached(replica: Replica) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def history(replica: Replica) -> list[tuple[int, Any]]:
-    """(sequence, events) of every batch of the replica's first rank."""
+async def history(replica: Replica, rank: int = 0) -> list[tuple[int, Any]]:
+    """(sequence, events) of every batch of one of the replica's ranks."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
-    socket.connect(replica.describe()["replay"][0])
+    socket.connect(replica.describe()["replay"][rank])
     await socket.send_multipart([b"", bytes(8)])
     batches = []
     async with asyncio.timeout(5):

@@ -1,0 +1,86 @@
+"""POST /v1/chat/completions and /v1/completions: from their bodies to answers in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loadgen.replica.answering import Answer, StreamedAnswer, WholeAnswer, respond_json
+from loadgen.replica.answers import ChatFormat, CompletionFormat, Usage
+from loadgen.replica.dispatch import Dispatcher, Work
+from loadgen.replica.generation import Generator, Sample
+from loadgen.replica.http import Exchange
+from loadgen.replica.prompts import PromptReader
+from loadgen.replica.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    check_chat,
+    check_completion,
+    read_json,
+)
+from loadgen.replica.routing import Route
+
+
+class GenerationRoutes:
+    """The two endpoints that answer with choices."""
+
+    def __init__(self, reader: PromptReader, generator: Generator, dispatcher: Dispatcher) -> None:
+        self._reader = reader
+        self._generator = generator
+        self._dispatcher = dispatcher
+
+    def routes(self) -> list[Route]:
+        """What this part answers."""
+        return [
+            Route("POST", "/v1/chat/completions", self._chat),
+            Route("POST", "/v1/completions", self._completion),
+        ]
+
+    def _chat(self, exchange: Exchange) -> None:
+        request = read_json(exchange.request, ChatRequest)
+        check_chat(request)
+        adapter = self._reader.adapter(request.model)
+        frame = self._reader.frame(exchange.request, request, ChatFormat.id_prefix)
+        prompt = self._reader.chat_ids(request)
+        form = ChatFormat(request, frame, self._generator.tokenizer)
+        self._generate(exchange, request, form, [prompt], adapter)
+
+    def _completion(self, exchange: Exchange) -> None:
+        request = read_json(exchange.request, CompletionRequest)
+        check_completion(request)
+        adapter = self._reader.adapter(request.model)
+        frame = self._reader.frame(exchange.request, request, CompletionFormat.id_prefix)
+        prompts = self._reader.completion_ids(request)
+        form = CompletionFormat(request, frame, self._generator.tokenizer)
+        self._generate(exchange, request, form, prompts, adapter)
+
+    def _generate(
+        self,
+        exchange: Exchange,
+        request: GenerationFields,
+        form: ChatFormat | CompletionFormat,
+        prompts: Sequence[Sequence[int]],
+        adapter: str,
+    ) -> None:
+        samples = self._generator.samples(prompts, request)
+        per_prompt = request.n or 1
+
+        def whole(samples: Sequence[Sample], usage: Usage) -> None:
+            respond_json(exchange, form.whole(samples, usage))
+
+        answer: Answer
+        if request.stream:
+            usage = request.usage_wanted()
+            answer = StreamedAnswer(
+                exchange, form, samples, per_prompt=per_prompt, usage_wanted=usage
+            )
+        else:
+            answer = WholeAnswer(samples, whole, per_prompt=per_prompt)
+        self._dispatcher.launch(exchange, answer, work(request, adapter))
+        if isinstance(answer, StreamedAnswer):
+            answer.begin()
+
+
+def work(request: GenerationFields, adapter: str) -> Work:
+    """What the engine is told of a generation request."""
+    return Work(adapter, request.cache_salt or "", request.priority, request.session_id or "")
