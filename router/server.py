@@ -20,8 +20,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -76,9 +76,7 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> bool:
         proxy_headers=False,
         backlog=BACKLOG,
     )
-    if exit_on_stdin_eof:
-        _end_with_stdin()
-    server = GatewayServer(config, app, settings)
+    server = GatewayServer(config, app, settings, exit_on_stdin_eof=exit_on_stdin_eof)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener]))
     return not server.force_exit
@@ -87,10 +85,19 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> bool:
 class GatewayServer(uvicorn.Server):
     """uvicorn's server with a start-up line on standard output, and a drain of our own."""
 
-    def __init__(self, config: uvicorn.Config, app: HotPath, settings: Settings) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: HotPath,
+        settings: Settings,
+        *,
+        exit_on_stdin_eof: bool,
+    ) -> None:
         super().__init__(config)
+        self._exit_on_stdin_eof = exit_on_stdin_eof
         self._gateway = app.gateway
         self._settings = settings
+        self._signals = 0
         self._told = asyncio.Event()
         self._forced = asyncio.Event()
 
@@ -108,18 +115,23 @@ class GatewayServer(uvicorn.Server):
         """The first signal begins the drain, the second ends it; a third is no longer caught."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._signalled)
+        if self._exit_on_stdin_eof:
+            _watch_stdin(lambda: loop.call_soon_threadsafe(self._drain))
         try:
             yield
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def stop(self) -> None:
-        """Begin to drain; at once, when called again."""
-        if self._told.is_set():
+    def _signalled(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
             self.force_exit = True
             self._forced.set()
+        self._drain()
+
+    def _drain(self) -> None:
         self._gateway.drain()
         self._told.set()
 
@@ -197,12 +209,13 @@ def _allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def _end_with_stdin() -> None:
-    """A parent that dies closes our standard input: end as on SIGTERM."""
+def _watch_stdin(ended: Callable[[], object]) -> None:
+    """A parent that dies closes our standard input: end as on a first SIGTERM."""
 
     def wait() -> None:
         while os.read(0, 4096):
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        with suppress(RuntimeError):  # the loop has closed: it has ended already
+            ended()
 
     threading.Thread(target=wait, name="stdin-eof", daemon=True).start()

@@ -94,6 +94,8 @@ async def test_sigterm_lets_streams_finish(monkeypatch: Any) -> None:
                     while True:
                         async with await Wire.to(port):
                             await asyncio.sleep(0.01)
+            assert process.popen.stdin is not None
+            process.popen.stdin.close()  # the parent's end is no second signal
             streams.go_on.set()
             assert (await stream.ended()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert await exit_code(process) == 0
