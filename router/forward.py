@@ -12,7 +12,7 @@ from router.config import Settings
 from router.errors import NoReplica, RequestError, UpstreamCut
 from router.load import Ticket
 from router.metrics import Metrics
-from router.owners import Owners, object_id
+from router.owners import Owners, object_ids
 from router.placement import Placement
 from router.planning import Plan
 from router.upstream import Exchange, Headers, ResponseHead
@@ -81,8 +81,7 @@ class Forwarder:
             chunk = await exchange.read(self._settings.idle_timeout_s)
 
     async def _learn_owner(self, chunk: bytes, placement: Placement) -> None:
-        made = object_id(chunk)
-        if made is not None:
+        for made in object_ids(chunk):
             await self._owners.put(made, placement.replica.name)
 
     def _compare(self, chunk: bytes, plan: Plan, placement: Placement) -> None:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -18,13 +19,25 @@ REMEMBERED = 10_000
 """Owners kept in memory, least recently used first out; Redis has them all."""
 DEADLINE_S = 0.1
 TTL_S = 7 * 24 * 3600
-_OBJECT_ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9_.:-]{1,128})"')
+MADE_FIELDS = ("id", "output_file_id", "error_file_id")
+"""An object's own id, and the files that a batch has made."""
+_ID = "[A-Za-z0-9_.:-]{1,128}"
+_USABLE = re.compile(_ID)
+_FIRST_ID = re.compile(f'"id"\\s*:\\s*"({_ID})"'.encode())
 
 
-def object_id(chunk: bytes) -> str | None:
-    """The id of the object that an answer is about: the first one in its first bytes."""
-    found = _OBJECT_ID.search(chunk)
-    return found.group(1).decode() if found else None
+def object_ids(chunk: bytes) -> list[str]:
+    """Ids of the objects that an answer tells of, from its first bytes.
+
+    Of a whole object only its own fields count: metadata are the client's and may say anything.
+    """
+    try:
+        fields = orjson.loads(chunk)
+    except orjson.JSONDecodeError:
+        found = _FIRST_ID.search(chunk)
+        return [found.group(1).decode()] if found else []
+    named = [fields.get(name) for name in MADE_FIELDS] if isinstance(fields, dict) else []
+    return [each for each in named if isinstance(each, str) and _USABLE.fullmatch(each)]
 
 
 class Owners:

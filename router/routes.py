@@ -51,9 +51,9 @@ def _model(*paths: str, shape: Shape = Shape.OPENAI) -> list[Route]:
     return [Route(path, Kind.MODEL, summary, shape=shape) for path in paths]
 
 
-def _object(path: str, *methods: str) -> Route:
+def _object(path: str, *methods: str, makes: bool = True) -> Route:
     summary = "Answered by the replica that made the object."
-    return Route(path, Kind.OBJECT, summary, methods=methods, makes=True, repeatable=False)
+    return Route(path, Kind.OBJECT, summary, methods=methods, makes=makes, repeatable=False)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -74,7 +74,7 @@ ROUTES: tuple[Route, ...] = (
     _object("/v1/responses/{object_id}", "GET", "DELETE"),
     _object("/v1/responses/{object_id}/{rest:path}", "GET", "POST"),
     _object("/v1/files/{object_id}", "GET", "DELETE"),
-    _object("/v1/files/{object_id}/{rest:path}", "GET"),
+    _object("/v1/files/{object_id}/{rest:path}", "GET", makes=False),  # a file may say anything
     _object("/v1/batches/{object_id}", "GET"),
     _object("/v1/batches/{object_id}/{rest:path}", "POST"),
     Route("/v1/{rest:path}", Kind.OTHER, "Passed to a replica as it is.",
