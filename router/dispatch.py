@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from router.breaker import Outcome
+from router.breaker import Outcome, State
 from router.budget import RetryBudget
 from router.call import Call
 from router.config import Settings
@@ -69,7 +69,8 @@ class Dispatcher:
         while True:
             call.check()
             replicas = self._planner.candidates(plan.model, plan.only, tried)
-            placement = self._placer.place(plan.prompt, replicas, plan.matched, plan.rank)
+            choices = replicas if tried or not plan.repeatable else _on_trial(replicas) or replicas
+            placement = self._placer.place(plan.prompt, choices, plan.matched, plan.rank)
             call.placement = placement
             replica = placement.replica
             rank_load = self._load.rank(replica.name, placement.rank)
@@ -173,6 +174,14 @@ class Dispatcher:
     def _failed(self, replica: Replica, kind: str, reason: str) -> None:
         self._metrics.upstream_failures.add(1, replica.name, kind)
         logger.warning("replica %s: %s: %s", replica.name, kind, reason)
+
+
+def _on_trial(replicas: Sequence[Replica]) -> Sequence[Replica]:
+    """A replica that waits for its trial request: others may look better for ever."""
+    for replica in replicas:
+        if replica.breaker.state is State.HALF_OPEN and replica.admits:
+            return (replica,)
+    return ()
 
 
 def _body_bytes(call: Call, plan: Plan) -> int | None:
