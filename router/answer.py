@@ -20,14 +20,41 @@ if TYPE_CHECKING:
 
 
 class AnswerSide:
-    """The transport as an answer sees it; closing it is the connection's decision."""
+    """The transport as an answer sees it; closing it is the connection's decision.
 
-    __slots__ = ("close", "is_closing", "write")
+    An answer's head waits for the first bytes of its body and goes out with them: one system call
+    and one packet for what is usually a whole answer, or a stream's first token.
+    """
+
+    __slots__ = ("_close", "_head", "_holding", "_transport", "is_closing")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self._transport = transport
+        self._close = close
+        self._holding = False
+        self._head = b""
         self.is_closing = transport.is_closing
-        self.close = close
+
+    def hold(self) -> None:
+        """What is written next is a head."""
+        self._holding = True
+
+    def write(self, data: bytes) -> None:
+        """Write, or keep a head for what follows it."""
+        if self._holding:
+            self._holding = False
+            self._head = data
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines((head, data))
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """The answer is over: whole, or broken off."""
+        if self._head:
+            self.write(b"")
+        self._close()
 
 
 class Answer(RequestResponseCycle):
@@ -38,6 +65,7 @@ class Answer(RequestResponseCycle):
     def __init__(self, *, is_last: Callable[[], bool], **cycle: Any) -> None:
         super().__init__(**cycle)
         self._is_last = is_last
+        self._side: AnswerSide = cycle["transport"]
 
     async def send(self, message: ASGISendEvent) -> None:
         """The ASGI entry."""
@@ -49,6 +77,8 @@ class Answer(RequestResponseCycle):
                 self.keep_alive = False
             if self.scope["http_version"] == "1.0" and self.scope["method"] != "HEAD":
                 self._leave_out_chunks(message.get("headers", ()))
+            if self.scope["method"] != "HEAD":
+                self._side.hold()
         await super().send(message)
 
     def _leave_out_chunks(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -129,7 +129,7 @@ class Settings(BaseSettings):
     running_share: Annotated[
         float,
         Field(ge=0, description="share of a mean prefill that a request in flight counts for"),
-    ] = 0.25
+    ] = 0.2
     max_body_bytes: Annotated[int, Field(ge=1024, description="larger bodies get a 413")] = 64 << 20
     max_inflight: Annotated[int, Field(ge=1, description="requests at once; beyond it 503")] = 8192
     max_connections: Annotated[
@@ -164,7 +164,7 @@ class Settings(BaseSettings):
     ] = 1800.0
     render_timeout_s: Annotated[
         float, Field(gt=0, description="to have a replica tokenize; past it load decides")
-    ] = 0.25
+    ] = 0.2
     keepalive_s: Annotated[
         float, Field(gt=0, description="idle connections to replicas are closed after this")
     ] = 4.0

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable
 from types import TracebackType
 
-MIN_SAMPLE_TOKENS = 256
-"""Shorter prefills say more about fixed costs than about the rate."""
-SAMPLE_WEIGHT = 0.2
-SAMPLE_BOUND = 4.0
+from router.prefill import PrefillCost, PrefillModel
+
+PRIOR_FIXED_S = 0.005
+"""Seconds of a prefill that do not depend on its length, before anything has been seen."""
 MEAN_WEIGHT = 0.05
 """Of the newest request in the mean prefill: about the last twenty count."""
 
@@ -84,16 +84,18 @@ class RankLoad:
 
     Prefill is modelled as one queue in order of placement, which is what a vLLM scheduler with
     chunked prefill does to first approximation: `done_at_s` is when it would run empty.
+    The fixed part of a prefill is not queued for: an engine computes what waits in shared steps.
     `queued_tokens` are the uncached prompt tokens placed here whose first token has not been seen.
     """
 
     def __init__(
         self,
-        prefill_s_per_token: float,
+        prior: PrefillModel,
         clock: Callable[[], float],
         inflight: Inflight | None = None,
     ) -> None:
-        self.prefill_s_per_token = prefill_s_per_token
+        self._fleet_model = prior
+        self._model = PrefillModel(prior)
         self._inflight = inflight or Inflight()
         self.running = 0
         self.queued_tokens = 0
@@ -101,6 +103,11 @@ class RankLoad:
         self._done_at_s = 0.0
         self._last_first_token_s = 0.0
         self._clock = clock
+
+    @property
+    def prefill(self) -> PrefillCost:
+        """What a prefill is known to cost here."""
+        return self._model.cost
 
     def take(self, uncached_tokens: int, streaming: bool) -> Ticket:
         """A ticket to be entered when the request is sent."""
@@ -113,7 +120,7 @@ class RankLoad:
     def _enter(self, ticket: Ticket) -> None:
         now = self._clock()
         ticket.placed_at_s = now
-        cost_s = ticket.uncached_tokens * self.prefill_s_per_token
+        cost_s = ticket.uncached_tokens * self._model.cost.s_per_token
         self._done_at_s = (max(self._done_at_s, now) if self._pending else now) + cost_s
         self._pending[ticket] = None
         self.queued_tokens += ticket.uncached_tokens
@@ -153,23 +160,20 @@ class RankLoad:
 
     def _reschedule(self, now: float) -> None:
         """The queue as it is now known: exactly the pending tokens remain."""
-        self._done_at_s = now + self.queued_tokens * self.prefill_s_per_token
+        self._done_at_s = now + self.queued_tokens * self._model.cost.s_per_token
 
     def _learn(self, ticket: Ticket, now: float) -> None:
-        if ticket.uncached_tokens < MIN_SAMPLE_TOKENS:
-            return
         served_s = now - max(ticket.placed_at_s, self._last_first_token_s)
-        present = self.prefill_s_per_token
-        sample = served_s / ticket.uncached_tokens
-        bounded = min(max(sample, present / SAMPLE_BOUND), present * SAMPLE_BOUND)
-        self.prefill_s_per_token += SAMPLE_WEIGHT * (bounded - present)
+        if served_s > 0:
+            self._model.learn(ticket.uncached_tokens, served_s)
+            self._fleet_model.learn(ticket.uncached_tokens, served_s)
 
 
 class FleetLoad:
     """The load of every rank, by (replica, rank)."""
 
     def __init__(self, prefill_tokens_per_s: float, clock: Callable[[], float]) -> None:
-        self._prior_s_per_token = 1.0 / prefill_tokens_per_s
+        self._model = PrefillModel(PrefillCost(PRIOR_FIXED_S, 1.0 / prefill_tokens_per_s))
         self._clock = clock
         self._ranks: dict[tuple[str, int], RankLoad] = {}
         self.mean_prefill_s = 0.0
@@ -182,7 +186,7 @@ class FleetLoad:
         found = self._ranks.get(key)
         if found is None:
             inflight = self.inflight(replica)
-            found = self._ranks[key] = RankLoad(self._prior_s_per_token, self._clock, inflight)
+            found = self._ranks[key] = RankLoad(self._model, self._clock, inflight)
         return found
 
     def inflight(self, replica: str) -> Inflight:
@@ -197,9 +201,8 @@ class FleetLoad:
         for key in [key for key in self._ranks if key[0] == replica]:
             del self._ranks[key]
 
-    def placed(self, uncached_tokens: int, prefill_s_per_token: float) -> None:
+    def placed(self, cost_s: float) -> None:
         """A request was placed: `mean_prefill_s` follows what prefills cost where they are sent."""
-        cost_s = uncached_tokens * prefill_s_per_token
         weight = MEAN_WEIGHT if self.mean_prefill_s else 1.0
         self.mean_prefill_s += weight * (cost_s - self.mean_prefill_s)
 

@@ -130,11 +130,15 @@ class FleetCollector(Collector):
         rate = GaugeMetricFamily(
             "kvroute_prefill_seconds_per_token", "Learned cost of a token.", labels=labels
         )
+        fixed = GaugeMetricFamily(
+            "kvroute_prefill_fixed_seconds", "Learned cost of any prefill.", labels=labels
+        )
         for (replica, rank), load in self._load.ranks().items():
             if replica not in self._fleet.replicas:
                 continue
             names = (replica, str(rank))
             running.add_metric(names, load.running)
             queued.add_metric(names, load.queued_tokens)
-            rate.add_metric(names, load.prefill_s_per_token)
-        return running, queued, rate
+            rate.add_metric(names, load.prefill.s_per_token)
+            fixed.add_metric(names, load.prefill.fixed_s)
+        return running, queued, rate, fixed

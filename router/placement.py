@@ -110,7 +110,7 @@ class Placer:
         choice = self._policy(snapshot)
         chosen = snapshot.candidates[choice.chosen]
         uncached = max(prompt.tokens - chosen.matched_tokens, 1)
-        self._load.placed(uncached, chosen.prefill_s_per_token)
+        self._load.placed(chosen.prefill_fixed_s + uncached * chosen.prefill_s_per_token)
         replica, rank = ranks[choice.chosen]
         return Placement(replica, rank, chosen.matched_tokens, uncached, choice.scores)
 
@@ -121,13 +121,15 @@ class Placer:
 
     def _candidate(self, replica: Replica, rank: int, matched_tokens: int) -> Candidate:
         load = self._load.rank(replica.name, rank)
+        prefill = load.prefill
         return Candidate(
             replica=replica.name,
             rank=rank,
             matched_tokens=matched_tokens,
             queued_tokens=load.queued_tokens,
             queue_s=load.queue_s(),
-            prefill_s_per_token=load.prefill_s_per_token,
+            prefill_fixed_s=prefill.fixed_s,
+            prefill_s_per_token=prefill.s_per_token,
             running=load.running,
         )
 

@@ -13,7 +13,8 @@ class Candidate(NamedTuple):
 
     `matched_tokens` are prompt tokens whose KV it holds; `queued_tokens` uncached prompt tokens
     placed there and not yet prefilled; `queue_s` the predicted seconds until these are done;
-    `prefill_s_per_token` its learned cost of one uncached token; `running` requests in flight.
+    `prefill_fixed_s` and `prefill_s_per_token` what a prefill there is known to cost, whatever its
+    length and for each uncached token; `running` requests in flight.
     """
 
     replica: str
@@ -21,6 +22,7 @@ class Candidate(NamedTuple):
     matched_tokens: int
     queued_tokens: int
     queue_s: float
+    prefill_fixed_s: float
     prefill_s_per_token: float
     running: int
 

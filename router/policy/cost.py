@@ -13,6 +13,7 @@ def predicted_ttft_s(candidate: Candidate, prompt_tokens: int, running_cost_s: f
     uncached = max(prompt_tokens - candidate.matched_tokens, 1)
     return (
         candidate.queue_s
+        + candidate.prefill_fixed_s
         + uncached * candidate.prefill_s_per_token
         + candidate.running * running_cost_s
     )

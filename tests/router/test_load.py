@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.load import FleetLoad, RankLoad
+from router.prefill import PrefillCost, PrefillModel
 
 
 class Clock:
@@ -17,9 +18,9 @@ class Clock:
         return self.now_s
 
 
-def rank(prefill_s_per_token: float = 0.001) -> tuple[RankLoad, Clock]:
+def rank(s_per_token: float = 0.001, fixed_s: float = 0.0) -> tuple[RankLoad, Clock]:
     clock = Clock()
-    return RankLoad(prefill_s_per_token, clock), clock
+    return RankLoad(PrefillModel(PrefillCost(fixed_s, s_per_token)), clock), clock
 
 
 def test_queue_is_the_sum_of_pending_prefill_and_drains_with_time() -> None:
@@ -60,19 +61,27 @@ def test_rate_is_learned_from_service_time_not_from_waiting() -> None:
             first.first_token()
             clock.now_s += 2.0
             second.first_token()
-    assert load.prefill_s_per_token == pytest.approx(0.002, rel=0.01)
+    assert load.prefill.seconds(1000) == pytest.approx(2.0, rel=0.01)
 
 
-def test_one_outlier_moves_the_rate_by_a_bounded_step_and_short_prefills_by_none() -> None:
-    load, clock = rank(0.001)
-    with load.take(1000, True) as ticket:
-        clock.now_s += 1000.0
-        ticket.first_token()
-    assert load.prefill_s_per_token == pytest.approx(0.001 + 0.2 * 0.003)
-    with load.take(10, True) as ticket:
-        clock.now_s += 1000.0
-        ticket.first_token()
-    assert load.prefill_s_per_token == pytest.approx(0.0016)
+def test_the_fixed_part_is_not_queued_for() -> None:
+    load, _ = rank(0.001, fixed_s=0.1)
+    with load.take(100, True), load.take(200, True):
+        assert load.queue_s() == pytest.approx(0.3)
+        assert load.prefill.seconds(100) == pytest.approx(0.2)
+
+
+def test_what_one_rank_learns_is_the_prior_of_the_others() -> None:
+    clock = Clock()
+    fleet = FleetLoad(1000.0, clock)
+    for _ in range(40):
+        for tokens in (200, 3000):
+            with fleet.rank("a", 0).take(tokens, True) as ticket:
+                clock.now_s += 0.05 + tokens * 0.0002
+                ticket.first_token()
+    new = fleet.rank("b", 0).prefill
+    assert new.seconds(200) == pytest.approx(0.09, rel=0.1)
+    assert new.seconds(3000) == pytest.approx(0.65, rel=0.1)
 
 
 def test_an_error_inside_gives_the_load_back() -> None:
@@ -106,16 +115,16 @@ def test_fleet_keeps_one_load_per_rank() -> None:
     fleet = FleetLoad(1000.0, Clock())
     assert fleet.rank("a", 0) is fleet.rank("a", 0)
     assert fleet.rank("a", 0) is not fleet.rank("a", 1)
-    assert fleet.rank("a", 0).prefill_s_per_token == 0.001
+    assert fleet.rank("a", 0).prefill.s_per_token == 0.001
     assert [fleet.next_turn() for _ in range(3)] == [0, 1, 2]
 
 
 def test_the_mean_prefill_follows_what_is_placed() -> None:
     fleet = FleetLoad(1000.0, Clock())
-    fleet.placed(100, 0.001)
+    fleet.placed(0.1)
     assert fleet.mean_prefill_s == pytest.approx(0.1)
-    fleet.placed(300, 0.001)
+    fleet.placed(0.3)
     assert fleet.mean_prefill_s == pytest.approx(0.11)
     for _ in range(200):
-        fleet.placed(50, 0.004)
+        fleet.placed(0.2)
     assert fleet.mean_prefill_s == pytest.approx(0.2, rel=0.01)

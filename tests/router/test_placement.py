@@ -112,9 +112,9 @@ def test_a_request_in_flight_counts_a_share_of_a_mean_prefill() -> None:
         running_share=0.25,
         random=Random(1),
     )
-    load.placed(400, 0.001)
+    load.placed(0.4)
     with load.rank("a", 0).take(0, True) as ticket:
         ticket.first_token()
         placement = made.place(prompt(100), [replica("a"), replica("b")], {})
     assert placement.replica.name == "b"
-    assert placement.scores == pytest.approx((0.1 + 0.25 * 0.4, 0.1))
+    assert placement.scores == pytest.approx((0.105 + 0.25 * 0.4, 0.105))

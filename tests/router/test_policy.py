@@ -18,6 +18,7 @@ def candidate(name: str = "a", **given: float) -> Candidate:
         "matched_tokens": 0,
         "queued_tokens": 0,
         "queue_s": 0.0,
+        "prefill_fixed_s": 0.0,
         "prefill_s_per_token": 0.0001,
         "running": 0,
         **given,
