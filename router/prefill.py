@@ -3,7 +3,8 @@
 Weighted least squares over a fading window. A sample weighs one over its predicted time squared, so
 that short and long prompts count alike by their relative error. Two imagined samples of the prior
 keep the line where too little has been seen: a rank's prior is what the whole fleet has learned,
-the fleet's is the configured rate. There is no memory but five sums.
+the fleet's is the configured rate at first and then its own last estimate. There is no memory but
+five sums.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 FADING = 0.97
 """Weight left to a sample after one more: about the last thirty count."""
 PRIOR_TOKENS = (128.0, 4096.0)
-PRIOR_WEIGHT = 3.0
+PRIOR_WEIGHT = 1.0
 BOUND = 4.0
 """A sample counts for at most this many times what was predicted, and at least its inverse."""
 
@@ -61,7 +62,10 @@ class PrefillModel:
 
     @property
     def _prior_cost(self) -> PrefillCost:
-        return self._prior.cost if isinstance(self._prior, PrefillModel) else self._prior
+        """A rank leans on the fleet; the fleet on itself, once it has seen anything."""
+        if isinstance(self._prior, PrefillModel):
+            return self._prior.cost
+        return self._fitted if self._fitted is not None else self._prior
 
     def learn(self, tokens: int, seconds: float) -> None:
         """One prefill of `tokens` uncached tokens took `seconds` > 0."""
