@@ -48,16 +48,20 @@ class Forwarder:
         await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
         try:
             chunk = await exchange.read(self._settings.idle_timeout_s)
-            ticket.first_token()
-            if plan.streaming and head.status == 200:
-                elapsed_s = time.perf_counter() - call.arrived_at_s
-                self._metrics.ttft_s.observe(elapsed_s, replica.name)
-                replica.began(time.monotonic() - ticket.placed_at_s)
-            elif outcome is not Outcome.SERVER_ERROR:
+            if outcome is not Outcome.SERVER_ERROR:
                 replica.began()
+            streaming = plan.streaming and head.status == 200
+            mark: bytes | None = call.route.token_mark if streaming else b""
+            if mark is not None and mark in chunk:
+                self._first_token(call, ticket, streaming)
+                mark = None
             if call.route.makes and head.status == 200:
                 await self._learn_owner(chunk, placement)
-            await self._pass_on(call, plan, placement, exchange, chunk)
+            while await self._pass_on(call, plan, placement, exchange, chunk):
+                chunk = await exchange.read(self._settings.idle_timeout_s)
+                if mark is not None and mark in chunk:
+                    self._first_token(call, ticket, streaming)
+                    mark = None
             replica.report(outcome)
         except (UpstreamCut, TimeoutError) as error:
             call.check()
@@ -68,17 +72,23 @@ class Forwarder:
 
     async def _pass_on(
         self, call: Call, plan: Plan, placement: Placement, exchange: Exchange, chunk: bytes
-    ) -> None:
-        while True:
-            call.check()
-            if b"cached_tokens" in chunk:
-                self._compare(chunk, plan, placement)
-            ended = exchange.ended
-            call.tail = chunk[-2:] or call.tail
-            await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
-            if ended:
-                return
-            chunk = await exchange.read(self._settings.idle_timeout_s)
+    ) -> bool:
+        """Send one piece on; whether there will be more."""
+        call.check()
+        if b"cached_tokens" in chunk:
+            self._compare(chunk, plan, placement)
+        ended = exchange.ended
+        call.tail = chunk[-2:] or call.tail
+        await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
+        return not ended
+
+    def _first_token(self, call: Call, ticket: Ticket, streaming: bool) -> None:
+        """The engine has prefilled this prompt."""
+        ticket.first_token()
+        if streaming and call.placement is not None:
+            elapsed_s = time.perf_counter() - call.arrived_at_s
+            self._metrics.ttft_s.observe(elapsed_s, call.placement.replica.name)
+            call.placement.replica.began(time.monotonic() - ticket.placed_at_s)
 
     async def _learn_owner(self, chunk: bytes, placement: Placement) -> None:
         for made in object_ids(chunk):

@@ -31,7 +31,8 @@ class Route:
     """One data route. `makes` says that its answers name objects their replica keeps.
 
     `repeatable`: a replica that took the request and broke off may be replaced by another, because
-    nothing but an answer is made.
+    nothing but an answer is made. `token_mark` is in the first event of a stream that carries a
+    token; the events before it say only that the request was taken.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Route:
     shape: Shape = Shape.OPENAI
     makes: bool = False
     repeatable: bool = True
+    token_mark: bytes = b""
 
 
 _ANY_METHOD = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -60,8 +62,9 @@ ROUTES: tuple[Route, ...] = (
     Route(CHAT_PATH, Kind.GENERATE, "Chat completion; the body goes to a replica unchanged."),
     Route(COMPLETIONS_PATH, Kind.GENERATE, "Text completion; the same."),
     Route(RESPONSES_PATH, Kind.GENERATE, "Response; one that continues another goes to its owner.",
-          makes=True),
-    Route(MESSAGES_PATH, Kind.GENERATE, "Anthropic message.", shape=Shape.ANTHROPIC),
+          makes=True, token_mark=b".delta"),
+    Route(MESSAGES_PATH, Kind.GENERATE, "Anthropic message.", shape=Shape.ANTHROPIC,
+          token_mark=b"content_block_delta"),
     *_model("/v1/messages/count_tokens", shape=Shape.ANTHROPIC),
     *_model("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
     *_model("/pooling", "/classify", "/tokenize", "/detokenize", "/generate"),

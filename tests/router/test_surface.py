@@ -388,3 +388,38 @@ async def test_a_replica_that_falls_silent_and_fails_its_probes_is_not_waited_fo
             assert [each.headers["x-kvroute-replica"] for each in answers] == [well.name] * 2
             assert len(stuck.seen) == 1
             await running.becomes_idle()
+
+
+async def test_a_response_has_its_first_token_with_its_first_delta() -> None:
+    created, go_on = asyncio.Event(), asyncio.Event()
+
+    async def stream(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(SSE_HEAD + chunk(b'event: response.created\ndata: {"response":{}}\n\n'))
+        await writer.drain()
+        created.set()
+        await go_on.wait()
+        writer.write(chunk(b'event: response.output_text.delta\ndata: {"delta":"x"}\n\n'))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(b"0\r\n\r\n")
+
+    async with scripted(stream) as (replica,), running_gateway(replica) as running:
+        body = b'{"model":"sim","input":"x","stream":true}'
+        asked = asyncio.create_task(running.post(body, path="/v1/responses"))
+        async with asyncio.timeout(5):
+            await created.wait()
+            load = running.gateway.load.rank(replica.name, 0)
+            while not running.gateway.relay.inflight:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            assert load.queued_tokens > 0
+            go_on.set()
+            while load.queued_tokens:
+                await asyncio.sleep(0.001)
+            assert load.running == 1
+        assert (await asked).status_code == 200
+        metrics = (await running.client.get("/metrics")).text
+        name = f'kvroute_ttft_seconds_count{{replica="{replica.name}"}}'
+        assert f"{name} 1.0" in metrics
