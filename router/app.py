@@ -299,11 +299,13 @@ def _declare_control(app: FastAPI, gateway: Gateway) -> None:
                 return card
         raise ModelNotFound(name, gateway.known_models())
 
+    @app.head("/livez", include_in_schema=False)
     @app.get("/livez")
     async def livez() -> dict[str, str]:
         """The process answers."""
         return {"status": "alive"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         """200 while at least one replica takes requests and the gateway is not draining."""

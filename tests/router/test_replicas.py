@@ -122,6 +122,8 @@ async def test_control_routes() -> None:
         ready = await running.client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (200, "ready")
         assert ready.json()["replicas"][replica.name]["trust"] == "none"
+        for path in ("/livez", "/readyz"):
+            assert (await running.client.head(path)).status_code == 200
         missing = await running.client.get("/nope")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         wrong = await running.client.put("/livez")
