@@ -123,14 +123,14 @@ class Placer:
         load = self._load.rank(replica.name, rank)
         prefill = load.prefill
         return Candidate(
-            replica=replica.name,
-            rank=rank,
-            matched_tokens=matched_tokens,
-            queued_tokens=load.queued_tokens,
-            queue_s=load.queue_s(),
-            prefill_fixed_s=prefill.fixed_s,
-            prefill_s_per_token=prefill.s_per_token,
-            running=load.running,
+            replica.name,
+            rank,
+            matched_tokens,
+            load.queued_tokens,
+            load.queue_s(),
+            prefill.fixed_s,
+            prefill.s_per_token,
+            load.running,
         )
 
 

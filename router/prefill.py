@@ -51,25 +51,23 @@ class PrefillModel:
     """Learns a `PrefillCost` from samples. A model as prior goes on learning meanwhile."""
 
     def __init__(self, prior: PrefillCost | PrefillModel) -> None:
-        self._prior = prior
+        self._fleet = prior if isinstance(prior, PrefillModel) else None
+        self._fitted = prior if isinstance(prior, PrefillCost) else None
         self._sums = _Sums()
-        self._fitted: PrefillCost | None = None
 
     @property
     def cost(self) -> PrefillCost:
         """The present estimate; the prior's, before the first sample."""
-        return self._fitted if self._fitted is not None else self._prior_cost
-
-    @property
-    def _prior_cost(self) -> PrefillCost:
-        """A rank leans on the fleet; the fleet on itself, once it has seen anything."""
-        if isinstance(self._prior, PrefillModel):
-            return self._prior.cost
-        return self._fitted if self._fitted is not None else self._prior
+        if self._fitted is not None:
+            return self._fitted
+        assert self._fleet is not None
+        return self._fleet.cost
 
     def learn(self, tokens: int, seconds: float) -> None:
         """One prefill of `tokens` uncached tokens took `seconds` > 0."""
-        present, prior = self.cost, self._prior_cost
+        present = self.cost
+        # A rank leans on the fleet, the fleet on its own last estimate.
+        prior = self._fleet.cost if self._fleet is not None else present
         predicted = present.seconds(tokens)
         bounded = min(max(seconds, predicted / BOUND), predicted * BOUND)
         self._sums = self._sums.faded().with_sample(tokens, bounded, predicted**-2)
