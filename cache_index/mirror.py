@@ -78,7 +78,9 @@ class Mirror:
                 pause_s = _RETRY_S[0]
             except* IndexUnavailable as reasons:
                 self.failures += 1
-                _log.debug("the mirror waits for Redis: %s", reasons.exceptions[0])
+                # Once when it begins; what follows is the same.
+                level = logging.WARNING if pause_s == _RETRY_S[0] else logging.DEBUG
+                _log.log(level, "the mirror waits for Redis: %s", reasons.exceptions[0])
                 pause_s = min(pause_s * 2, _RETRY_S[1])
             finally:
                 self._ready = False

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
@@ -227,7 +228,7 @@ class HotPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            route = self._hot.get(scope["path"])
+            route = self._hot.get(scope["path"].rstrip("/"))
             if route is not None:
                 await self._relay.serve(route, scope, receive, send)
                 return
@@ -346,8 +347,16 @@ def _declare_errors(app: FastAPI) -> None:
         headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
         return JSONResponse(error.payload(), status_code=error.status, headers=headers)
 
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:]) or None
+        shaped = InvalidRequest(f"{where or 'The request'}: {first['msg']}.", param=where)
+        return JSONResponse(shaped.payload(), status_code=shaped.status)
+
     for status in (404, 405):
         app.add_exception_handler(status, answer)
+    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(RequestError, own)
 
 

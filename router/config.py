@@ -22,6 +22,7 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+from redis.asyncio.connection import parse_url
 
 from router.errors import ConfigError
 
@@ -208,6 +209,23 @@ class Settings(BaseSettings):
         if twice:
             raise ValueError(f"replicas: the name {twice[0]!r} is used more than once")
         return self
+
+    @model_validator(mode="after")
+    def _aliases_end(self) -> Settings:
+        for alias, target in self.model_aliases.items():
+            if target in self.model_aliases:
+                raise ValueError(
+                    f"model_aliases: {alias!r} stands for {target!r}, which is an alias itself; "
+                    "name the served model"
+                )
+        return self
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_address(cls, url: str | None) -> str | None:
+        if url is not None:
+            parse_url(url)  # raises ValueError for a scheme or port that cannot be used
+        return url
 
     @classmethod
     def settings_customise_sources(

@@ -65,10 +65,10 @@ class Dispatcher:
         """Send until an answer is forwarded. Raises RequestError, TimeoutError, ClientGone."""
         self._budget.request()
         tried: frozenset[str] = frozenset()
-        cuts = 0
+        cuts, last = 0, ""
         while True:
             call.check()
-            replicas = self._planner.candidates(plan.model, plan.only, tried)
+            replicas = self._candidates(plan, tried, last)
             choices = replicas if tried or not plan.repeatable else _on_trial(replicas) or replicas
             placement = self._placer.place(plan.prompt, choices, plan.matched, plan.rank)
             call.placement = placement
@@ -81,13 +81,13 @@ class Dispatcher:
                         await self._forwarder.forward(call, plan, head, ticket)
                         return
                     replica.report(Outcome.of_status(head.status))
-                    self._failed(replica, "refused", f"status {head.status}")
+                    last = self._failed(replica, "refused", f"status {head.status}")
                 except UpstreamUnavailable as error:
                     call.check()
                     if call.exchange is not None:
                         cuts += 1
                         replica.report(Outcome.CUT)
-                    self._failed(replica, "unavailable", str(error))
+                    last = self._failed(replica, "unavailable", str(error))
                     if call.exchange is not None and not self._again(plan, cuts):
                         message = f"The replica closed the connection without an answer: {error}."
                         raise NoReplica(message) from error
@@ -97,6 +97,17 @@ class Dispatcher:
                         call.exchange = None
             tried |= {replica.name}
             self._metrics.retries.add()
+
+    def _candidates(self, plan: Plan, tried: frozenset[str], last: str) -> Sequence[Replica]:
+        """Replicas to choose from; with none left, what the last one did is the answer."""
+        try:
+            return self._planner.candidates(plan.model, plan.only, tried)
+        except NoReplica as error:
+            if not last:
+                raise
+            raise NoReplica(
+                f"{last}; no other replica can take this request. Try again."
+            ) from error
 
     @staticmethod
     def _again(plan: Plan, cuts: int) -> bool:
@@ -171,9 +182,11 @@ class Dispatcher:
     def _elsewhere(self, plan: Plan, replica: Replica) -> bool:
         return plan.only is None and self._planner.others(plan.model, replica.name)
 
-    def _failed(self, replica: Replica, kind: str, reason: str) -> None:
+    def _failed(self, replica: Replica, kind: str, reason: str) -> str:
+        """Count and log it; the same as a sentence."""
         self._metrics.upstream_failures.add(1, replica.name, kind)
         logger.warning("replica %s: %s: %s", replica.name, kind, reason)
+        return f"Replica {replica.name!r} failed: {reason}"
 
 
 def _on_trial(replicas: Sequence[Replica]) -> Sequence[Replica]:

@@ -20,7 +20,7 @@ from router.wire import HOP_BY_HOP, forwarded, header
 
 logger = logging.getLogger("kvroute.forward")
 
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
 
 
 class Forwarder:
@@ -109,7 +109,7 @@ class Forwarder:
 
 def _is_events(head: ResponseHead) -> bool:
     kind = header(head.headers, b"content-type")
-    return kind is not None and kind.startswith(b"text/event-stream")
+    return kind is not None and kind.lower().startswith(b"text/event-stream")
 
 
 async def cut(call: Call, error: RequestError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ from router.tokenizing import ModelTokenizer
 from router.upstream import Headers
 from router.wire import header
 
+INLINE_BYTES = 64 << 10
+"""Bodies up to this are tokenized at once: some ten milliseconds of new text at the most."""
+MAX_LOCAL_BYTES = 8 << 20
+MAX_MESSAGES = 10_000
+"""Beyond these a prompt is placed on load alone: no engine takes one of that size."""
+THREADS = 2
 MAX_REMOTE_CALLS = 64
 """Tokenize calls under way at once; a request past that is placed on load alone."""
 
@@ -43,10 +50,13 @@ class Identifier:
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(trust_env=False)
         self._under_way = 0
+        self._busy_threads = 0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self._turn = 0
 
     async def close(self) -> None:
         """Close the connections to replicas' tokenizers."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
     async def identify(
@@ -54,21 +64,26 @@ class Identifier:
     ) -> Prompt:
         """The prompt with its token ids, or with an estimated length alone. Never raises."""
         base = replicas[0].models[request.model].base
-        source, ids = await self._token_ids(request, base, replicas, headers)
+        source, ids = await self._token_ids(request, base, replicas, headers, body_bytes)
         self._metrics.prompts.add(1, source)
         tokens = len(ids) // 4 if ids is not None else body_bytes // BYTES_PER_TOKEN_GUESS
         self._metrics.prompt_tokens.add(tokens)
         return Prompt(request.model, request.salt, ids, tokens)
 
     async def _token_ids(
-        self, request: Request, base: str, replicas: Sequence[Replica], headers: Headers
+        self,
+        request: Request,
+        base: str,
+        replicas: Sequence[Replica],
+        headers: Headers,
+        body_bytes: int,
     ) -> tuple[str, bytes | None]:
         given = given_tokens(request)
         if given is not None:
             return "given", given
         tokenizer = self._tokenizers.get(base) or self._tokenizers.get("")
         if tokenizer is not None:
-            ids = local_tokens(request, tokenizer)
+            ids = await self._local(request, tokenizer, body_bytes)
             return ("none" if ids is None else "local"), ids
         call = tokenize_call(request)
         if call is None:
@@ -77,6 +92,28 @@ class Identifier:
         replica = replicas[self._turn % len(replicas)]
         ids = await self._ask(replica, call, headers)
         return ("none" if ids is None else "replica"), ids
+
+    async def _local(
+        self, request: Request, tokenizer: ModelTokenizer, body_bytes: int
+    ) -> bytes | None:
+        """Token ids by our own tokenizer: a long prompt in a thread, and within the deadline."""
+        if body_bytes <= INLINE_BYTES:
+            return local_tokens(request, tokenizer)
+        messages = request.fields.get("messages")
+        many = isinstance(messages, list) and len(messages) > MAX_MESSAGES
+        if many or body_bytes > MAX_LOCAL_BYTES or self._busy_threads >= THREADS:
+            return None
+        self._busy_threads += 1
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, local_tokens, request, tokenizer)
+        work.add_done_callback(self._thread_free)
+        done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
+        return work.result() if done else None
+
+    def _thread_free(self, work: asyncio.Future[bytes | None]) -> None:
+        self._busy_threads -= 1
+        if not work.cancelled():
+            work.exception()  # looked at, also when nobody waits any more
 
     async def _ask(self, replica: Replica, call: dict[str, Any], headers: Headers) -> bytes | None:
         if self._under_way >= MAX_REMOTE_CALLS:

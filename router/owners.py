@@ -88,6 +88,8 @@ class Owners:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 answer = await self._client.execute_command(*command)
+        except UnicodeEncodeError:
+            return None  # a lone surrogate: no object has such a name
         except (RedisError, OSError, TimeoutError) as error:
             logger.warning("owner of an object: Redis did not answer: %s", error)
             return None

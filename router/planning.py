@@ -70,6 +70,8 @@ class Planner:
 
         Raises RequestError, ClientGone.
         """
+        if any(part in (".", "..") for part in call.path.split("/")):
+            raise InvalidRequest("The path has a dot segment; name the resource itself.")
         route = call.route
         limit = self._settings.max_body_bytes
         if route.kind is Kind.UPLOAD and call.method == "POST":
@@ -194,7 +196,7 @@ class Planner:
         name, rank = value, None
         if name not in self._fleet.replicas and "/" in value:
             name, _, text = value.rpartition("/")
-            rank = int(text) if text.isdigit() else -1
+            rank = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else -1
         replica = self._fleet.replicas.get(name)
         if replica is None or (rank is not None and rank not in replica.ranks):
             known = ", ".join(sorted(self._fleet.replicas)) or "none"

@@ -15,6 +15,7 @@ from cache_index.blocks import pack_tokens
 from router.errors import InvalidRequest
 from router.tokenizing import ModelTokenizer, RenderError
 
+MAX_LENIENT_BYTES = 1 << 20
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
@@ -61,6 +62,12 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 def _load_leniently(body: bytes) -> Any:
     """What the engine's parser takes and orjson does not: lone surrogates, 1e400, NaN."""
+    if len(body) > MAX_LENIENT_BYTES:
+        # The lenient parser is slow, and nobody else is served meanwhile.
+        raise InvalidRequest(
+            "The request body is not strict JSON (RFC 8259), which one of this size must be: "
+            "no NaN or Infinity, no lone surrogates, no numbers beyond double precision."
+        )
     try:
         return json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -139,7 +139,7 @@ class Relay:
             line: dict[str, Any] = {
                 "request_id": call.request_id.decode(),
                 "method": call.method,
-                "path": call.path,
+                "path": call.path[:256],
                 "status": call.status,
                 "seconds": round(time.perf_counter() - call.started_at_s, 6),
                 "replica": placement.replica.name if placement else None,

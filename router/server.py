@@ -60,6 +60,7 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> bool:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    _plain_lines("kvroute.access")
     logging.getLogger("uvicorn.error").addFilter(_CutAnswers())
     app = create_app(settings)
     listener = _listen(settings.host, settings.port)
@@ -181,6 +182,16 @@ class GatewayServer(uvicorn.Server):
             if tasks:
                 _, left = await asyncio.wait(tasks, timeout=GOODBYE_S)
                 tasks = list(left)
+
+
+def _plain_lines(name: str) -> None:
+    """A logger whose lines are its messages alone: JSON, for machines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    plain = logging.getLogger(name)
+    plain.handlers = [handler]
+    plain.propagate = False
+    plain.setLevel(logging.INFO)
 
 
 def _settle_garbage() -> None:

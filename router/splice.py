@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 from router.errors import InvalidRequest
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
+_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
+_TOKEN = re.compile(_STRING + rb"|[{}\[\],:]", re.DOTALL)
+_NESTED = re.compile(_STRING + rb"|[{}\[\]]", re.DOTALL)
+"""Inside a value only strings and brackets matter: the commas of a long list are skipped in C."""
 _OPENING = b"{["
 _CLOSING = b"}]"
 
@@ -36,9 +39,10 @@ class Member(NamedTuple):
 
 def members(body: bytes) -> Iterator[Member]:
     """Top-level members of a JSON object, in order, duplicates included."""
-    depth = 0
+    depth = at = 0
     key, start = b"", -1
-    for token in _TOKEN.finditer(body):
+    while token := (_TOKEN if depth <= 1 else _NESTED).search(body, at):
+        at = token.end()
         first = token.group()[:1]
         if first in _OPENING:
             depth += 1

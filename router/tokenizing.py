@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 from collections import OrderedDict
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +26,8 @@ from router.errors import ConfigError, KvrouteError
 
 CACHE_BYTES = 64 << 20
 """Bound of the remembered pieces of one model, keys included."""
+ENTRY_BYTES = 150
+"""What an ordered dictionary spends on an entry, about."""
 
 _PROBES = ("hello, world", "  two  spaces\n\nand lines ", "naïve café 北京 \U0001f600", "a1b2 0x3F")
 
@@ -33,32 +37,44 @@ class RenderError(KvrouteError):
 
 
 class SegmentCache:
-    """Token ids of text pieces, least recently used first out, bounded in bytes."""
+    """Token ids of text pieces, least recently used first out, bounded in bytes.
+
+    Long prompts are tokenized in threads, so what is remembered is changed under a lock.
+    """
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = CACHE_BYTES) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._bytes = 0
         self._pieces: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
     def encode(self, piece: str) -> bytes:
         """Packed u32 ids of one piece."""
-        found = self._pieces.get(piece)
-        if found is not None:
-            self._pieces.move_to_end(piece)
-            return found
+        with self._lock:
+            found = self._pieces.get(piece)
+            if found is not None:
+                self._pieces.move_to_end(piece)
+                return found
         # The batch call leaves out offsets, which nobody reads here: half the time of a long text.
         (encoding,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
         ids = pack_tokens(encoding.ids)
-        self._remember(piece, ids)
+        with self._lock:
+            self._remember(piece, ids)
         return ids
 
     def _remember(self, piece: str, ids: bytes) -> None:
+        if piece in self._pieces:
+            return
         self._pieces[piece] = ids
-        self._bytes += len(piece) + len(ids)
+        self._bytes += _size(piece, ids)
         while self._bytes > self._max_bytes:
-            old, old_ids = self._pieces.popitem(last=False)
-            self._bytes -= len(old) + len(old_ids)
+            self._bytes -= _size(*self._pieces.popitem(last=False))
+
+
+def _size(piece: str, ids: bytes) -> int:
+    """Bytes that a remembered piece takes, its place in the dictionary included."""
+    return sys.getsizeof(piece) + sys.getsizeof(ids) + ENTRY_BYTES
 
 
 class ModelTokenizer:

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from router.errors import BodyTooLarge, ClientGone, InvalidRequest
+from router.errors import BodyTooLarge, ClientGone, InvalidRequest, UnsupportedEncoding
 from router.upstream import Headers
 from router.wire import Receive, header
 
@@ -24,8 +24,13 @@ class Upload(NamedTuple):
 async def read_form(headers: Headers, receive: Receive, *, max_bytes: int) -> Upload:
     """Read until the form's `model` field has arrived, or all of it.
 
-    Raises InvalidRequest for what is no form, BodyTooLarge, ClientGone.
+    Raises InvalidRequest for what is no form, BodyTooLarge, UnsupportedEncoding, ClientGone.
     """
+    if header(headers, b"content-encoding") not in (None, b"", b"identity"):
+        raise UnsupportedEncoding("Compressed forms are not accepted; send the form uncompressed.")
+    declared = header(headers, b"content-length")
+    if declared is not None and int(declared) > max_bytes:
+        raise BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
     field = _model_field(header(headers, b"content-type") or b"")
     buffer = bytearray()
     searched = 0

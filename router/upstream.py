@@ -65,6 +65,7 @@ class Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head_bytes = 0
+        self._header_bytes = 0
         self._head: ResponseHead | None = None
         self._chunks: deque[bytes] = deque()
         self._buffered_bytes = 0
@@ -218,7 +219,9 @@ class Exchange(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"not an HTTP response: {error}")
+            cause = error.__context__
+            reason = cause if isinstance(cause, UpstreamCut) else f"not an HTTP response: {error}"
+            self._break(str(reason))
             return
         if self._head is None and self._head_bytes > MAX_HEAD_BYTES:
             self._break("the response head is too large")
@@ -264,13 +267,19 @@ class Exchange(asyncio.Protocol):
             raise UpstreamCut("a second response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_bytes > MAX_HEAD_BYTES:
+            raise UpstreamCut("the response's headers or trailers are too large")
+        if self._head is None:  # trailers are not headers: RFC 9110, 6.5.1
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if 100 <= status < 200:  # 100 Continue and early hints precede the real head
             self._headers = []
             return
+        if not 200 <= status <= 599:
+            raise UpstreamCut(f"{status} is no status")
         self._head = ResponseHead(status, self._headers)
         names = {name for name, _ in self._headers}
         bodiless = self._no_body or status in (204, 304)

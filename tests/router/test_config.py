@@ -40,6 +40,9 @@ def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"replicas": [{"url": "a:8000"}]}, "replicas.0.url: 'a:8000' is not a base URL"),
         ({"replicas": [{"url": "http://a:x"}]}, "replicas.0.url: "),
         ({"replicas": [{"url": "http://a", "kv_events": [{}]}]}, "replicas.0.kv_events.0.endpoint"),
+        ({"replicas": REPLICA, "redis_url": "http://a"}, "redis_url: "),
+        ({"replicas": REPLICA, "redis_url": "redis://a:99999999"}, "redis_url: "),
+        ({"replicas": REPLICA, "model_aliases": {"a": "b", "b": "c"}}, "model_aliases: 'a'"),
         ({"replicas": REPLICA * 2}, "replicas: the name 'a:8000' is used more than once"),
     ],
 )

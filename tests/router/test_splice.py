@@ -72,3 +72,11 @@ def test_a_doubtful_key_is_refused(body: bytes, says: str) -> None:
 def test_a_doubtful_key_that_is_not_enforced_passes() -> None:
     body = b'{"n":1,"n":2,"\\u006d":3}'
     assert splice(body, {"model": b'"x"'}) == b'{"model":"x",' + body[1:]
+
+
+def test_long_values_are_passed_over_quickly() -> None:
+    ids = b",".join(b"%d" % number for number in range(300_000))
+    body = b'{"prompt":[' + ids + b'],"model":"a","pad":"' + b"x" * 3_000_000 + b'"}'
+    tokens = sum(1 for _ in members(body))
+    assert tokens == 3
+    assert splice(body, {"model": b'"b"'}) == body.replace(b'"model":"a"', b'"model":"b"')

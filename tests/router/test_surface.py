@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from cache_index.types import Holder
+from loadgen.tokenizer import default_folder
 from router.routes import ROUTES, Kind
 from tests.router.support import (
     SSE_HEAD,
@@ -423,3 +424,88 @@ async def test_a_response_has_its_first_token_with_its_first_delta() -> None:
         metrics = (await running.client.get("/metrics")).text
         name = f'kvroute_ttft_seconds_count{{replica="{replica.name}"}}'
         assert f"{name} 1.0" in metrics
+
+
+@pytest.mark.parametrize("status", [b"099", b"600", b"999"])
+async def test_a_status_that_is_none_is_an_error_of_ours(status: bytes) -> None:
+    async def odd(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %b Odd\r\ncontent-length: 2\r\n\r\nok" % status)
+
+    async with scripted(odd) as (replica,), running_gateway(replica, allow_pin=True) as running:
+        answer = await running.post(chat(), headers={"x-kvroute-pin": replica.name})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert "status" in answer.json()["error"]["message"]
+
+
+async def test_trailers_are_no_headers_and_large_headers_are_refused() -> None:
+    async def trailing(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if b"large" in seen.body:
+            writer.write(json_answer({}, extra=f"x-large: {'a' * 100_000}\r\n"))
+        else:
+            head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(head + chunk(b"ok") + b"0\r\nx-t: trailer\r\n\r\n")
+
+    async with scripted(trailing) as (replica,), running_gateway(replica) as running:
+        answer = await running.post(chat())
+        assert (answer.text, "x-t" in answer.headers) == ("ok", False)
+        refused = await running.post(chat(user="large"))
+        assert refused.status_code == 503 and "too large" in refused.json()["error"]["message"]
+
+
+async def test_a_reported_number_that_is_none_breaks_no_answer() -> None:
+    text = b'{"usage":{"prompt_tokens_details":{"cached_tokens": ' + b"9" * 6000 + b"}}}"
+
+    async def huge(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+
+    async with scripted(huge) as (replica,), running_gateway(replica) as running:
+        body = json.dumps({"model": "sim", "prompt": list(range(64))}).encode()
+        assert (await running.post(body, path="/v1/completions")).content == text
+
+
+async def test_names_that_cannot_be_are_4xx() -> None:
+    async with scripted(answer_ok, answer_ok) as replicas:
+        async with running_gateway(*replicas, allow_pin=True) as running:
+            name = replicas[0].name.encode()
+            for pin in (name + b"/\xb2", name + b"/" + b"9" * 5000):
+                answer = await running.post(chat(), headers={b"x-kvroute-pin": pin})
+                assert answer.status_code == 400
+            for path, field in (("/v1/responses", "previous_response_id"),):
+                body = b'{"model":"sim","input":"x","%b":"\\ud800"}' % field.encode()
+                assert (await running.post(body, path=path)).status_code == 404
+            for path in ("/v1/../reset_prefix_cache", "/v1/%2e%2e/sleep", "/v1/./x"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+                writer.write(
+                    f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode()
+                )
+                assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+                writer.close()
+            assert all(not replica.seen for replica in replicas)
+
+
+async def test_a_trailing_slash_is_the_same_route() -> None:
+    async with scripted(answer_ok) as (replica,), running_gateway(replica) as running:
+        assert (await running.post(b"{", path="/v1/chat/completions/")).status_code == 400
+        assert (await running.post(chat(), path="/v1/chat/completions/")).status_code == 200
+
+
+async def test_a_long_prompt_holds_nobody_up() -> None:
+    tokenizer = default_folder()
+    async with scripted(answer_ok) as (replica,):
+        async with running_gateway(replica, tokenizer=tokenizer) as running:
+            words = " ".join(f"{number * 7919:x}" for number in range(250_000))
+            asked = asyncio.create_task(running.post(chat(user="x", note=words)))
+            long = {"messages": [{"role": "user", "content": words}]}
+            asked = asyncio.create_task(running.post(chat(**long)))
+            slowest = 0.0
+            while not asked.done():
+                before = asyncio.get_running_loop().time()
+                await asyncio.sleep(0.001)
+                slowest = max(slowest, asyncio.get_running_loop().time() - before)
+            assert (await asked).status_code == 200
+            metrics = (await running.client.get("/metrics")).text
+            assert 'kvroute_prompts_total{source="none"} 1.0' in metrics
+            # Tokenizing it takes over a second; parsing and sending it are what is left.
+            assert slowest < 0.5

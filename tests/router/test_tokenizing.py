@@ -16,7 +16,7 @@ from cache_index.blocks import pack_tokens
 from loadgen.tokenizer import default_folder
 from router.errors import ConfigError
 from router.prompt import parse_request, tokenize_call
-from router.tokenizing import ModelTokenizer, RenderError, SegmentCache
+from router.tokenizing import ModelTokenizer, RenderError, SegmentCache, _size
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TOKENIZER = ModelTokenizer.from_folder(default_folder())
@@ -128,12 +128,13 @@ def test_a_tokenizer_whose_pieces_depend_on_neighbours_is_encoded_whole(kind: st
 
 
 def test_remembered_pieces_are_bounded() -> None:
-    cache = SegmentCache(REFERENCE, max_bytes=2000)
+    cache = SegmentCache(REFERENCE, max_bytes=20_000)
     for number in range(500):
         text = f"piece number {number}"
         assert cache.encode(text) == reference_ids(text)
-    assert 0 < cache._bytes <= 2000
-    assert cache._bytes == sum(len(key) + len(ids) for key, ids in cache._pieces.items())
+    assert 0 < cache._bytes <= 20_000
+    assert 20 < len(cache._pieces) < 100
+    assert cache._bytes == sum(_size(key, ids) for key, ids in cache._pieces.items())
 
 
 def test_what_a_replica_is_asked_to_tokenize() -> None:
