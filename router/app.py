@@ -195,12 +195,17 @@ class Gateway:
         """What /readyz says of each replica."""
         self.fleet.refresh()
         trust: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for source in self.index.sources():
             trust.setdefault(source.replica, []).append(str(source.trust))
+            if source.reason:
+                reasons.setdefault(source.replica, []).append(source.reason)
         return {
             replica.name: {
                 **replica.describe(),
                 "trust": _weakest(trust.get(replica.name, ())),
+                "trust_reason": "; ".join(reasons.get(replica.name, ()))
+                or ("" if replica.name in trust else "it publishes no KV events"),
             }
             for replica in self.fleet.replicas.values()
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -28,6 +30,9 @@ from router.errors import ConfigError
 
 DNS_SCHEME = "dns+http"
 
+logger = logging.getLogger("kvroute.config")
+
+ENV_PREFIX = "KVROUTE_"
 PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "random"]
 
 
@@ -68,12 +73,27 @@ class ReplicaConfig(BaseModel):
     @classmethod
     def _base_url(cls, url: str) -> str:
         parts = urlsplit(url)
+        if parts.scheme == "https":
+            raise ValueError("TLS to replicas is not supported; use http:// to them")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError("leave out the /v1: it is part of each request's path")
         if parts.scheme not in ("http", DNS_SCHEME) or not parts.hostname:
             raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000")
         if parts.query or parts.fragment or parts.username:
             raise ValueError("a base URL has no query, fragment or user")
         _ = parts.port  # raises ValueError when out of range
         return url.rstrip("/")
+
+    @field_validator("kv_events")
+    @classmethod
+    def _zmq_addresses(cls, events: list[KvEventsConfig] | None) -> list[KvEventsConfig] | None:
+        for event in events or ():
+            for address in (event.endpoint, event.replay_endpoint):
+                if address is not None and not address.startswith(("tcp://", "ipc://")):
+                    raise ValueError(
+                        f"{address!r} is not a ZMQ address such as tcp://10.0.0.7:5557"
+                    )
+        return events
 
     @property
     def by_dns(self) -> bool:
@@ -92,7 +112,7 @@ class ReplicaConfig(BaseModel):
 class Settings(BaseSettings):
     """Every setting of `kvroute serve`; environment names carry the prefix KVROUTE_."""
 
-    model_config = SettingsConfigDict(env_prefix="KVROUTE_", extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid")
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port; 0 takes a free one")] = 8080
@@ -119,7 +139,8 @@ class Settings(BaseSettings):
         list[int], Field(description="a replica's answers that are tried elsewhere")
     ] = [502, 503, 504]
     retry_budget: Annotated[
-        float, Field(ge=0, description="retries of answered requests, as a share of all requests")
+        float,
+        Field(ge=0, le=1, description="retries of answered requests, as a share of all requests"),
     ] = 0.2
     base_unit_tokens: Annotated[
         int, Field(ge=1, le=4096, description="tokens per hashed unit; divides every block size")
@@ -220,6 +241,28 @@ class Settings(BaseSettings):
                 )
         return self
 
+    @field_validator("admin_token")
+    @classmethod
+    def _some_token(cls, token: SecretStr | None) -> SecretStr | None:
+        """An empty secret, as an unset variable of a deployment gives, is none."""
+        return token if token is not None and token.get_secret_value().strip() else None
+
+    @field_validator("retry_statuses")
+    @classmethod
+    def _error_statuses(cls, statuses: list[int]) -> list[int]:
+        wrong = [status for status in statuses if not 400 <= status <= 599]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is no error status (400 to 599)")
+        return statuses
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _plain_urls(cls, replicas: Any) -> Any:
+        """A URL alone stands for a replica with no other settings."""
+        if not isinstance(replicas, list):
+            return replicas
+        return [{"url": each} if isinstance(each, str) else each for each in replicas]
+
     @field_validator("redis_url")
     @classmethod
     def _redis_address(cls, url: str | None) -> str | None:
@@ -256,6 +299,11 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         raise ConfigError(_explain(error)) from None
     except ValueError as error:  # an environment value that is not JSON
         raise ConfigError(str(error)) from None
+    for name in sorted(set(os.environ)):
+        known = name.removeprefix(ENV_PREFIX).lower() in Settings.model_fields
+        if name.startswith(ENV_PREFIX) and not known:
+            # Not an error: a cluster puts variables of this form in place for its services.
+            logger.warning("%s is set, but there is no such setting", name)
     if not settings.replicas:
         raise ConfigError(
             "replicas: none given; pass --replica http://HOST:PORT (repeatable), "

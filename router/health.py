@@ -147,8 +147,11 @@ class Prober:
             replica.failed(f"probing it failed: {type(error).__name__}")
         if replica.sources != sources:
             self._declare()
-        if replica.state != was:
-            logger.info("replica %s: %s %s", replica.name, replica.state, replica.explanation())
+        if replica.state != was or (watch.count == 0 and not watch.told):
+            watch.told = True
+            level = logging.INFO if replica.healthy else logging.WARNING
+            state = f"{replica.state} {replica.explanation()}".rstrip()
+            logger.log(level, "replica %s: %s", replica.name, state)
 
     async def _ask(self, replica: Replica, watch: _Watch) -> None:
         answer = await ask(replica, "/health", self._limit_s)
@@ -220,4 +223,5 @@ class _Watch:
         self.task: asyncio.Task[None] | None = None
         self.count = 0
         self.missed = 0
+        self.told = False
         self.dev_mode = False

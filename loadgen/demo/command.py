@@ -47,6 +47,8 @@ def demo(
     each policy, and compares with an oracle that knows every cache and queue. Takes about 80
     seconds. Ctrl-C, or even kill -9, leaves no process and no file behind.
     """
+    from asyncio import CancelledError
+
     from loadgen.demo.settings import DemoSettings, parse_policies
     from loadgen.errors import LoadgenError
 
@@ -55,7 +57,7 @@ def demo(
     try:
         settings = DemoSettings(seed, replicas, duration, parse_policies(policies), trace, requests)
         failed = _run(settings, json, keep)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, CancelledError):
         raise typer.Exit(INTERRUPTED) from None
     except LoadgenError as error:
         typer.echo(f"kvroute demo: {error}", err=True)
@@ -88,7 +90,7 @@ async def _measure(
     from loadgen.demo.experiment import measure
     from loadgen.demo.progress import ProgressView
 
-    _treat_sigterm_as_sigint()
+    _end_on_sigterm()
     with ProgressView(console) as view:
 
         async def stay(measured: dict[str, Measured], fleet: Fleet) -> None:
@@ -136,11 +138,14 @@ def _invite(console: Console, fleet: Fleet) -> None:
     )
 
 
-def _treat_sigterm_as_sigint() -> None:
-    """SIGTERM ends the run in the same order as Ctrl-C: processes first, then this one."""
+def _end_on_sigterm() -> None:
+    """SIGTERM ends the run in the same order as Ctrl-C: processes first, then this one.
+
+    Not by way of SIGINT, which a shell's background job ignores.
+    """
     import asyncio
-    import os
     import signal
 
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, lambda: os.kill(os.getpid(), signal.SIGINT))
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

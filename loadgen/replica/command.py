@@ -51,9 +51,14 @@ def replica(
     replicas: Annotated[int, Option(min=1, help="Replicas, each on a port of its own.")] = 1,
     ranks: Annotated[int, Option(min=1, help="Data-parallel ranks of each replica.")] = 1,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, help="Port of the first replica; 0: free ones.")] = 0,
+    port: Annotated[
+        int, Option(min=0, max=65535, help="Port of the first replica; 0: free ones.")
+    ] = 0,
     kv_port: Annotated[
-        int, Option(min=0, help="First port of the KV events, two for each rank; 0: free ones.")
+        int,
+        Option(
+            min=0, max=65535, help="First port of the KV events, two for each rank; 0: free ones."
+        ),
     ] = 0,
     model: Annotated[str, Option(help="Name of the served model.")] = "sim-model",
     adapter: Annotated[list[str] | None, Option(help="A LoRA adapter's name; repeatable.")] = None,

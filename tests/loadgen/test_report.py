@@ -112,3 +112,10 @@ def test_the_json_has_the_promised_shape():
     assert all(promised <= row.keys() for row in result["policies"].values())
     assert result["gap_recovered"] == pytest.approx(0.9)
     assert result["settings"]["seed"] == 1
+
+
+def test_the_sentence_names_a_policy_that_was_faster():
+    rows = BOTH | measured(least_load=replace(ROW, ttft_mean_s=0.12))
+    text = report.sentence(prepared(), rows)
+    assert text.endswith("Here least_load was faster still: 120 ms.")
+    assert "faster still" not in report.sentence(prepared(), BOTH)

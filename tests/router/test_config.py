@@ -40,6 +40,14 @@ def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"replicas": [{"url": "a:8000"}]}, "replicas.0.url: 'a:8000' is not a base URL"),
         ({"replicas": [{"url": "http://a:x"}]}, "replicas.0.url: "),
         ({"replicas": [{"url": "http://a", "kv_events": [{}]}]}, "replicas.0.kv_events.0.endpoint"),
+        ({"replicas": [{"url": "https://a"}]}, "replicas.0.url: TLS to replicas"),
+        ({"replicas": ["http://a:1/v1/"]}, "replicas.0.url: leave out the /v1"),
+        (
+            {"replicas": [{"url": "http://a", "kv_events": [{"endpoint": "a:5557"}]}]},
+            "replicas.0.kv_events: 'a:5557' is not a ZMQ address",
+        ),
+        ({"replicas": REPLICA, "retry_statuses": [200]}, "retry_statuses: 200"),
+        ({"replicas": REPLICA, "retry_budget": 7}, "retry_budget: "),
         ({"replicas": REPLICA, "redis_url": "http://a"}, "redis_url: "),
         ({"replicas": REPLICA, "redis_url": "redis://a:99999999"}, "redis_url: "),
         ({"replicas": REPLICA, "model_aliases": {"a": "b", "b": "c"}}, "model_aliases: 'a'"),
@@ -78,3 +86,21 @@ def test_every_setting_is_in_the_readme() -> None:
 
 def test_every_setting_says_what_it_is() -> None:
     assert [n for n, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_a_url_alone_is_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTE_REPLICAS", '["http://e:1", {"url": "http://f:2", "name": "f"}]')
+    assert [each.name for each in load_settings().replicas] == ["e:1", "f"]
+
+
+@pytest.mark.parametrize("token", ["", "  "])
+def test_an_empty_admin_token_is_none(token: str) -> None:
+    assert load_settings(replicas=REPLICA, admin_token=token).admin_token is None
+
+
+def test_a_mistyped_variable_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVROUTE_POLCY", "cost")
+    load_settings(replicas=REPLICA)
+    assert "KVROUTE_POLCY is set, but there is no such setting" in caplog.text
