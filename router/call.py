@@ -24,6 +24,11 @@ class Connection(Protocol):
 
     on_gone: Callable[[], None] | None
 
+    @property
+    def request_complete(self) -> bool:
+        """Whether all of the running request has arrived."""
+        ...
+
 
 class Call:
     """Shared by the relay's steps and the two callbacks that may end a request early.
@@ -109,6 +114,11 @@ class Call:
         """Set the deadline, in place of the present one; `error` is the answer past it."""
         self.disarm()
         self._timer = self._loop.call_later(seconds, self._expire, error)
+
+    @property
+    def body_is_here(self) -> bool:
+        """The whole request has arrived already, so that nobody need wait for it."""
+        return self._connection is not None and self._connection.request_complete
 
     def disarm(self) -> None:
         """No deadline from here on."""

@@ -79,6 +79,11 @@ class ClientConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
 
+    @property
+    def request_complete(self) -> bool:
+        """Whether all of the running request has arrived."""
+        return self._running is not None and not self._running.more_body
+
     # The transport's callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -102,8 +102,9 @@ class Relay:
         settings = self._settings
         if self._inflight > settings.max_inflight:
             raise Overloaded("Too many requests at once (max_inflight); try again later.")
-        slow = f"The request body did not arrive within {settings.body_timeout_s:g} s."
-        call.arm(settings.body_timeout_s, BodyTimeout(slow))
+        if not call.body_is_here:
+            slow = f"The request body did not arrive within {settings.body_timeout_s:g} s."
+            call.arm(settings.body_timeout_s, BodyTimeout(slow))
         plan = await self._planner.plan(call, self._arrived)
         self._metrics.routing_s.observe(time.perf_counter() - call.arrived_at_s)
         await self._dispatcher.run(call, plan)

@@ -62,6 +62,8 @@ def run(settings: Settings, *, exit_on_stdin_eof: bool = False) -> bool:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _plain_lines("kvroute.access")
     logging.getLogger("uvicorn.error").addFilter(_CutAnswers())
+    # One text at a time gains nothing from threads inside the tokenizer, and pays for them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     app = create_app(settings)
     listener = _listen(settings.host, settings.port)
     _allow_files(2 * settings.max_connections + SPARE_FILES)

@@ -37,7 +37,10 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     """The first value of a header; `name` is lower case."""
-    return next((value for key, value in headers if key == name), None)
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def request_id(headers: Headers) -> bytes:

@@ -53,6 +53,8 @@ def least(scores: tuple[float, ...], turn: int) -> Choice:
     `turn` moves the starting point: with all scores equal this is round robin.
     """
     count = len(scores)
-    start = turn % count
-    order = (*range(start, count), *range(start))
-    return Choice(min(order, key=scores.__getitem__), scores)
+    best = min(scores)
+    at = turn % count
+    while scores[at] != best:
+        at = (at + 1) % count
+    return Choice(at, scores)
