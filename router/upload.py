@@ -30,7 +30,7 @@ async def read_form(headers: Headers, receive: Receive, *, max_bytes: int) -> Up
         raise UnsupportedEncoding("Compressed forms are not accepted; send the form uncompressed.")
     declared = header(headers, b"content-length")
     if declared is not None and int(declared) > max_bytes:
-        raise BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
+        raise _too_large(max_bytes)
     field = _model_field(header(headers, b"content-type") or b"")
     buffer = bytearray()
     searched = 0
@@ -38,7 +38,7 @@ async def read_form(headers: Headers, receive: Receive, *, max_bytes: int) -> Up
         part, more = await next_part(receive)
         buffer += part
         if len(buffer) > max_bytes:
-            raise BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
+            raise _too_large(max_bytes)
         found = field.search(buffer, max(searched - 1024, 0))
         searched = len(buffer)
         if found or not more:
@@ -64,9 +64,13 @@ async def rest_of(receive: Receive, already_bytes: int, max_bytes: int) -> Async
         part, more = await next_part(receive)
         size += len(part)
         if size > max_bytes:
-            raise BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
+            raise _too_large(max_bytes)
         if part:
             yield part
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The form is larger than {max_bytes} bytes (max_body_bytes).")
 
 
 async def next_part(receive: Receive) -> tuple[bytes, bool]:

@@ -30,8 +30,13 @@ HOP_BY_HOP = frozenset(
     }
 )
 """RFC 9110 7.6.1: these belong to one connection."""
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
-_NOT_FORWARDED_DECODED = _NOT_FORWARDED | {b"content-encoding"}
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"content-encoding",
+    b"expect",
+    b"x-request-id",
+}
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -59,14 +64,9 @@ def forwarded(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [pair for pair in headers if pair[0] not in dropped]
 
 
-def upstream_headers(
-    headers: Headers, host: bytes, request_id: bytes, rank: int | None, *, encoded: bool = False
-) -> Headers:
-    """A request's headers as the replica gets them.
-
-    `encoded`: the body goes on as it came; else `read_body` has decoded it.
-    """
-    passed = forwarded(headers, _NOT_FORWARDED if encoded else _NOT_FORWARDED_DECODED)
+def upstream_headers(headers: Headers, host: bytes, request_id: bytes, rank: int | None) -> Headers:
+    """A request's headers as the replica gets them; its body goes on without any coding."""
+    passed = forwarded(headers, _NOT_FORWARDED)
     if rank is not None:
         passed = [pair for pair in passed if pair[0] != b"x-data-parallel-rank"]
         passed.append((b"x-data-parallel-rank", b"%d" % rank))
