@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 8.0
 GRACE_S = 3.0
 _POLL_S = 0.05
+_TAIL_BYTES = 8192
+_TAIL_LINES = 20
 _LISTENING = re.compile(r"listening on (http://\S+)")
 
 
@@ -62,7 +63,7 @@ class Child:
     def __init__(self, name: str, process: Process) -> None:
         self._name = name
         self._process = process
-        self._tail: deque[str] = deque(maxlen=20)
+        self._tails: list[bytearray] = []
         assert process.stderr is not None
         self._readers = [asyncio.create_task(self._keep_tail(process.stderr))]
 
@@ -107,8 +108,9 @@ class Child:
         await asyncio.wait(self._readers, timeout=1.0)
 
     def output(self) -> str:
-        """The last lines of what it has printed."""
-        return "\n".join(self._tail)
+        """The last lines of what it has printed, on each of its streams."""
+        lines = [_last_lines(tail) for tail in self._tails]
+        return "\n".join(each for each in lines if each)
 
     def obituary(self) -> str:
         last = self.output() or "(no output)"
@@ -130,9 +132,17 @@ class Child:
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def _keep_tail(self, stream: asyncio.StreamReader) -> None:
-        # read() and not readline(): a line of any length must not stop the draining.
+        tail = bytearray()
+        self._tails.append(tail)
+        # read() and not readline(): a line of any length must not stop the draining. A piece may
+        # end anywhere, so that lines are only made of the whole tail.
         while piece := await stream.read(65536):
-            self._tail.extend(piece.decode(errors="replace").splitlines())
+            tail += piece
+            del tail[:-_TAIL_BYTES]
+
+
+def _last_lines(tail: bytearray) -> str:
+    return "\n".join(tail.decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 @asynccontextmanager

@@ -43,6 +43,17 @@ async def test_more_output_than_a_pipe_holds_does_not_stop_a_child():
     await child.close()
 
 
+async def test_output_is_the_same_wherever_the_pipe_cuts_it():
+    slow = "import sys, time; say = sys.stdout; print('here', flush=True)\n"
+    slow += "for part in ('one ', 'line', '\\n', 'la', 'st\\n'):\n"
+    slow += "    say.write(part); say.flush(); sys.stderr.write('.'); time.sleep(0.05)"
+    child = await start(slow)
+    await child.announcement()
+    await asyncio.wait_for(child.wait(), 10)
+    assert child.output() == ".....\none line\nlast"
+    await child.close()
+
+
 async def test_a_death_during_the_run_is_reported():
     lasting = await start("import time; print('here', flush=True); time.sleep(60)")
     dying = await start("print('here', flush=True); input")
