@@ -1,0 +1,54 @@
+"""Where scripts/install-engine put the real engine, and whether it is the one wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.engine.errors import EngineMissing
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Only in a checkout: an installed package has no scripts beside it.
+LOCK = REPOSITORY / "scripts" / "engine-lock.txt"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine's own Python, with vLLM in it, and the folder of the model it serves."""
+
+    python: Path
+    model: Path
+
+
+def engine_folder() -> Path:
+    """$KVROUTE_ENGINE_DIR, else the folder that scripts/install-engine uses by default."""
+    named = os.environ.get("KVROUTE_ENGINE_DIR")
+    return Path(named) if named else Path.home() / ".cache" / "kvroute" / "engine"
+
+
+def find_engine(folder: Path) -> Engine:
+    """The engine installed in `folder`; raises EngineMissing with what to do."""
+    try:
+        note = json.loads((folder / "engine.json").read_text())
+        engine = Engine(folder / note["python"], folder / note["model"])
+        lock_sha256 = note["lock_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineMissing(f"no engine in {folder}: {remedy()}") from error
+    if LOCK.exists() and lock_sha256 != hashlib.sha256(LOCK.read_bytes()).hexdigest():
+        raise EngineMissing(f"the engine in {folder} is of another lock: {remedy()}")
+    if not engine.python.exists() or not engine.model.is_dir():
+        raise EngineMissing(f"the engine in {folder} is damaged: {remedy()}")
+    return engine
+
+
+def remedy() -> str:
+    """What to do about an engine that is not there."""
+    if LOCK.exists():
+        return "run scripts/install-engine"
+    return (
+        "run scripts/install-engine from kvroute's source tree (it needs nothing but Python and"
+        " pip), or name the folder of an installed engine in KVROUTE_ENGINE_DIR"
+    )

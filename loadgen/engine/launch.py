@@ -1,0 +1,104 @@
+"""The command line and the environment of a real vLLM replica that fits on one core."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadgen.engine.install import Engine
+
+BLOCK_TOKENS = 32
+BLOCKS = 256
+CONTEXT_TOKENS = 4096
+MODEL = "smollm2"
+TOPIC = "kv-events"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONHASHSEED": "0",
+}
+# Of this process and not for another Python: what it finds there must not get into the engine.
+_NOT_PASSED_ON = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How a replica is started. `more` are further options of vLLM by name, without the dashes.
+
+    `blocks` times `block_tokens` must hold `context_tokens`, or vLLM does not start.
+    """
+
+    core: int = 0
+    block_tokens: int = BLOCK_TOKENS
+    blocks: int = BLOCKS
+    context_tokens: int = CONTEXT_TOKENS
+    dtype: str = "bfloat16"
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReplicaPorts:
+    """HTTP, published KV events, and their replay; all on 127.0.0.1."""
+
+    http: int
+    events: int
+    replay: int
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all held at once, so that they differ."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [held.getsockname()[1] for held in sockets]
+    finally:
+        for held in sockets:
+            held.close()
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def replica_command(engine: Engine, ports: ReplicaPorts, options: ReplicaOptions) -> list[str]:
+    """vLLM's API server with prefix caching, KV events and replay."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports.events}",
+        "replay_endpoint": f"tcp://*:{ports.replay}",
+        "topic": TOPIC,
+    }
+    values: dict[str, Any] = {
+        "model": engine.model,
+        "served-model-name": MODEL,
+        "host": "127.0.0.1",
+        "port": ports.http,
+        "dtype": options.dtype,
+        "max-model-len": options.context_tokens,
+        "max-num-seqs": 8,
+        "block-size": options.block_tokens,
+        "num-gpu-blocks-override": options.blocks,
+        "prefix-caching-hash-algo": "sha256_cbor",
+        "kv-events-config": json.dumps(events),
+        **options.more,
+    }
+    flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    named = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return [str(engine.python), "-m", "vllm.entrypoints.openai.api_server", *named, *flags]
+
+
+def replica_environment(options: ReplicaOptions) -> dict[str, str]:
+    """This process's environment, less what is meant for its own Python, and the engine's."""
+    passed = {name: text for name, text in os.environ.items() if name not in _NOT_PASSED_ON}
+    return {**passed, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(options.core)}
