@@ -173,7 +173,9 @@ class Settings(BaseSettings):
     tolerate_half_close: Annotated[
         bool, Field(description="answer clients that have closed their side; else they have left")
     ] = False
-    body_timeout_s: Annotated[float, Field(gt=0, description="to read a request body")] = 60.0
+    body_timeout_s: Annotated[
+        float, Field(gt=0, description="to read a request body, or a passed-on form's next piece")
+    ] = 60.0
     connect_timeout_s: Annotated[float, Field(gt=0, description="to connect to a replica")] = 2.0
     first_byte_timeout_s: Annotated[
         float, Field(gt=0, description="longest wait for a replica's answer to begin")

@@ -159,10 +159,22 @@ class Dispatcher:
         else:
             first = plan.body if length is not None else _chunk(plan.body)
             await exchange.send(head, first, method)
-            rest = rest_of(call.receive, len(plan.body), self._settings.max_body_bytes)
-            await exchange.send_on(rest, chunked=length is None)
+            await self._send_on(call, exchange, plan, replica, chunked=length is None)
             call.watch()
         return await self._await_head(exchange, plan, replica)
+
+    async def _send_on(
+        self, call: Call, exchange: Exchange, plan: Plan, replica: Replica, *, chunked: bool
+    ) -> None:
+        """The rest of a form, as it arrives. Raises BodyTimeout, BodyTooLarge, TimeoutError."""
+        limits = self._settings
+        size, sent = limits.max_body_bytes, len(plan.body)
+        rest = rest_of(call.receive, sent, size, limits.body_timeout_s)
+        try:
+            await exchange.send_on(rest, chunked=chunked, idle_s=limits.idle_timeout_s)
+        except TimeoutError:
+            replica.report(Outcome.TIMEOUT)
+            raise
 
     async def _await_head(self, exchange: Exchange, plan: Plan, replica: Replica) -> ResponseHead:
         """The response head; a replica that stops answering its probes is not waited for."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from router.errors import BodyTooLarge, ClientGone, InvalidRequest, UnsupportedEncoding
+from router.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    ClientGone,
+    InvalidRequest,
+    UnsupportedEncoding,
+)
 from router.upstream import Headers
 from router.wire import Receive, header
 
@@ -56,12 +63,22 @@ def _model_field(content_type: bytes) -> re.Pattern[bytes]:
     )
 
 
-async def rest_of(receive: Receive, already_bytes: int, max_bytes: int) -> AsyncIterator[bytes]:
-    """What has not arrived yet. Raises BodyTooLarge, ClientGone."""
+async def rest_of(
+    receive: Receive, already_bytes: int, max_bytes: int, idle_s: float
+) -> AsyncIterator[bytes]:
+    """What has not arrived yet. Raises BodyTooLarge, ClientGone; BodyTimeout after a pause.
+
+    Only the client's pauses count: while the replica does not read, nobody asks for a piece.
+    """
     size = already_bytes
     more = True
     while more:
-        part, more = await next_part(receive)
+        try:
+            async with asyncio.timeout(idle_s):
+                part, more = await next_part(receive)
+        except TimeoutError:
+            message = f"Nothing more of the form arrived within {idle_s:g} s (body_timeout_s)."
+            raise BodyTimeout(message) from None
         size += len(part)
         if size > max_bytes:
             raise _too_large(max_bytes)

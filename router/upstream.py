@@ -87,7 +87,9 @@ class Exchange(asyncio.Protocol):
         return not self._head_bytes
 
     async def send(self, head: bytes, body: bytes, method: bytes) -> None:
-        """Write a request. A replica that does not read it holds up this request alone."""
+        """Write a request, whole or its first part. It is in memory: nothing here waits for the
+        replica to read it, so that the limits of `head` hold from now on.
+        """
         self._no_body = method == b"HEAD"
         if self._transport is None or self._closed:
             raise UpstreamUnavailable("the connection is closed")
@@ -96,14 +98,18 @@ class Exchange(asyncio.Protocol):
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        if self._drain is not None:
-            await self._drain
 
-    async def send_on(self, parts: AsyncIterator[bytes], chunked: bool) -> None:
-        """Write the rest of a body as it arrives, unless the replica answers before its end."""
+    async def send_on(self, parts: AsyncIterator[bytes], chunked: bool, idle_s: float) -> None:
+        """Write the rest of a body as it arrives, unless the replica answers before its end.
+
+        Raises what `parts` raises; TimeoutError when the replica reads nothing for `idle_s`.
+        """
         self._sent = False
         self._enough = self.loop.create_future()
         while not self._enough.done():
+            if self._drain is not None:
+                async with asyncio.timeout(idle_s):
+                    await self._drain
             part = await self._unless_enough(parts)
             if self._transport is None or self._closed or self._head is not None:
                 return
@@ -113,8 +119,6 @@ class Exchange(asyncio.Protocol):
                 self._sent = True
                 return
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
-            if self._drain is not None:
-                await self._drain
 
     async def _unless_enough(self, parts: AsyncIterator[bytes]) -> bytes | None:
         """The next part; None at the end, and when no more is wanted, however slow the client."""
