@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +32,21 @@ SERVE_EPILOG = """**Examples**
 """
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvroute {version('kvroute')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Subcommands are listed below."""
 
 

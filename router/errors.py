@@ -6,7 +6,9 @@ KvrouteError
 |   +-- InvalidRequest     400
 |   +-- BadToken           401
 |   +-- AdminOff           403
+|   +-- NotFound           404
 |   +-- NoSuchReplica      404
+|   +-- MethodNotAllowed   405
 |   +-- ReplicaExists      409
 |   +-- BadHttp            400  (these four are answered by the connection, before any route)
 |   +-- HeadTimeout        408
@@ -149,6 +151,22 @@ class OwnerGone(RequestError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class NotFound(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, where: str, allowed: str) -> None:
+        super().__init__(f"{where}: this route takes {allowed or 'another method'}.")
+        self.allowed = allowed
 
 
 class BadToken(RequestError):

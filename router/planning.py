@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.call import Call
+from router.catalogue import Catalogue
 from router.config import Settings
-from router.errors import InvalidRequest, ModelNotFound, NoReplica, OwnerGone, PinRefused
+from router.errors import InvalidRequest, NoReplica, OwnerGone, PinRefused
 from router.identify import Identifier
 from router.owners import Owners
 from router.placement import BYTES_PER_TOKEN_GUESS, Placer, Prompt
@@ -55,12 +56,14 @@ class Planner:
         self,
         settings: Settings,
         fleet: Fleet,
+        catalogue: Catalogue,
         placer: Placer,
         identifier: Identifier,
         owners: Owners,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
+        self._catalogue = catalogue
         self._placer = placer
         self._identifier = identifier
         self._owners = owners
@@ -114,7 +117,7 @@ class Planner:
 
     async def _plan_upload(self, call: Call, upload: Upload) -> Plan:
         model = upload.model
-        if model is not None and model in self._settings.model_aliases:
+        if model is not None and self._catalogue.target(model) is not None:
             message = f"{model!r} is an alias, which forms cannot use; name the model itself."
             raise InvalidRequest(message, param="model")
         if model is None and not call.route.makes:
@@ -151,7 +154,7 @@ class Planner:
 
     def _resolve(self, request: Request, body: bytes) -> tuple[Request, bytes]:
         """An alias becomes the model it stands for, in the bytes too."""
-        target = self._settings.model_aliases.get(request.model)
+        target = self._catalogue.target(request.model)
         if target is None:
             return request, body
         return request._replace(model=target), splice(body, {"model": orjson.dumps(target)})
@@ -163,9 +166,8 @@ class Planner:
         found = self._fleet.serving(model, without=tried, only=only)
         if found:
             return found
-        known = [*self._fleet.model_names(), *self._settings.model_aliases]
-        if model is not None and self._fleet.model_names() and not self._fleet.known(model):
-            raise ModelNotFound(model, sorted(known))
+        if model is not None:
+            self._catalogue.check(model)
         where = f"Replica {only!r}" if only is not None else "No replica"
         can = "cannot" if only is not None else "can"
         message = f"{where} {can} take this request now; GET /readyz says why. Try again."

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from router.call import Call
 from router.config import Settings
@@ -46,6 +47,8 @@ logger = logging.getLogger("kvroute.relay")
 access = logging.getLogger("kvroute.access")
 
 CLIENT_LEFT = 499
+RELAYED_KEY = "kvroute.relayed"
+"""Put in the scope of a request that comes by way of the framework: the relay accounts for it."""
 GOODBYE_S = 1.0
 """How long a client may take to make room for the end of its answer."""
 
@@ -150,6 +153,20 @@ class Relay:
                 "scores": placement.scores if placement else None,
             }
             access.info(orjson.dumps(line).decode())
+
+
+class RelayResponse(Response):
+    """What a data route answers when it is reached through FastAPI: the relay takes over."""
+
+    def __init__(self, relay: Relay, route: Route) -> None:
+        super().__init__()
+        self._relay = relay
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the connection over."""
+        scope[RELAYED_KEY] = True
+        await self._relay.serve(self._route, scope, receive, send)
 
 
 def _seconds(value: bytes) -> float:

@@ -45,7 +45,7 @@ class Route:
     token_mark: bytes = b""
 
 
-_ANY_METHOD = ("GET", "POST", "PUT", "PATCH", "DELETE")
+ANY_METHOD = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 def _model(*paths: str, shape: Shape = Shape.OPENAI) -> list[Route]:
@@ -53,10 +53,14 @@ def _model(*paths: str, shape: Shape = Shape.OPENAI) -> list[Route]:
     return [Route(path, Kind.MODEL, summary, shape=shape) for path in paths]
 
 
-def _object(path: str, *methods: str, makes: bool = True) -> Route:
+def _object(path: str, *, makes: bool = True) -> Route:
     summary = "Answered by the replica that made the object."
-    return Route(path, Kind.OBJECT, summary, methods=methods, makes=makes, repeatable=False)
+    return Route(path, Kind.OBJECT, summary, methods=ANY_METHOD, makes=makes, repeatable=False)
 
+
+OTHER = Route("/v1/{rest:path}", Kind.OTHER, "Passed to a replica as it is.",
+              methods=(*ANY_METHOD, "OPTIONS"), repeatable=False)  # fmt: skip
+"""The catch-all."""
 
 ROUTES: tuple[Route, ...] = (
     Route(CHAT_PATH, Kind.GENERATE, "Chat completion; the body goes to a replica unchanged."),
@@ -74,16 +78,15 @@ ROUTES: tuple[Route, ...] = (
           makes=True, repeatable=False),
     Route("/v1/batches", Kind.OBJECT, "Start a batch where its input file is.",
           makes=True, repeatable=False),
-    _object("/v1/responses/{object_id}", "GET", "DELETE"),
-    _object("/v1/responses/{object_id}/{rest:path}", "GET", "POST"),
-    _object("/v1/files/{object_id}", "GET", "DELETE"),
-    _object("/v1/files/{object_id}/{rest:path}", "GET", makes=False),  # a file may say anything
-    _object("/v1/batches/{object_id}", "GET"),
-    _object("/v1/batches/{object_id}/{rest:path}", "POST"),
-    Route("/v1/{rest:path}", Kind.OTHER, "Passed to a replica as it is.",
-          methods=_ANY_METHOD, repeatable=False),
+    _object("/v1/responses/{object_id}"),
+    _object("/v1/responses/{object_id}/{rest:path}"),
+    _object("/v1/files/{object_id}"),
+    _object("/v1/files/{object_id}/{rest:path}", makes=False),  # a file may say anything
+    _object("/v1/batches/{object_id}"),
+    _object("/v1/batches/{object_id}/{rest:path}"),
+    OTHER,
     Route("/get_server_info", Kind.OTHER, "SGLang's description of one replica.",
           methods=("GET",)),
     Route("/get_model_info", Kind.OTHER, "SGLang's description of its model.", methods=("GET",)),
 )  # fmt: skip
-"""In order of precedence: the catch-all comes after all it would catch."""
+"""In order of precedence: the catch-all comes after what it would catch under /v1."""

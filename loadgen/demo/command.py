@@ -115,7 +115,7 @@ def _report(
     from loadgen.demo import report
 
     console.print(report.table(prepared, measured))
-    console.print(report.sentence(prepared, measured), highlight=False, soft_wrap=True)
+    console.print(report.sentence(prepared, measured), highlight=False)
     late = report.warning(measured)
     if late is not None:
         console.print(late, style="bold red", highlight=False, soft_wrap=True)

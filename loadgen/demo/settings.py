@@ -10,6 +10,7 @@ from loadgen.demo.plan import Plan
 from loadgen.errors import WorkloadError
 from loadgen.replica.model import EngineModel
 from loadgen.workload import MooncakeSettings, MultiturnSettings, TraceRow
+from router.policy import POLICIES as KNOWN_POLICIES
 
 BASELINE = "round_robin"
 POLICIES = (BASELINE, "least_load", "cost")
@@ -98,8 +99,10 @@ def engine_model(plan: Plan, settings: DemoSettings) -> EngineModel:
 
 
 def parse_policies(text: str) -> tuple[str, ...]:
-    """Names separated by commas, each once. Raises WorkloadError for none."""
+    """Names separated by commas, each once. Raises WorkloadError for none or an unknown one."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise WorkloadError("name at least one policy")
+    if unknown := [name for name in names if name not in KNOWN_POLICIES]:
+        raise WorkloadError(f"no policy {unknown[0]!r}; there are {', '.join(KNOWN_POLICIES)}")
     return names

@@ -64,3 +64,5 @@ def test_policies_are_named_once_and_in_order():
     assert parse_policies("cost, round_robin,cost") == ("cost", "round_robin")
     with pytest.raises(WorkloadError):
         parse_policies(" ,")
+    with pytest.raises(WorkloadError, match=r"no policy 'best'; there are .*round_robin"):
+        parse_policies("cost,best")

@@ -256,7 +256,7 @@ async def running_gateway(
             while not server.started:
                 await asyncio.sleep(0.005)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-            yield Running(app.app.state.gateway, client, port, index)
+            yield Running(app.gateway, client, port, index)
     finally:
         server.should_exit = True
         await serving

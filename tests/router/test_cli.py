@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 
 
 def kvroute(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -16,6 +17,11 @@ def test_help_lists_commands_of_every_package() -> None:
     done = kvroute("--help")
     assert done.returncode == 0
     assert "serve" in done.stdout and "demo" in done.stdout
+
+
+def test_the_version_is_the_packages() -> None:
+    done = kvroute("--version")
+    assert (done.returncode, done.stdout) == (0, f"kvroute {version('kvroute')}\n")
 
 
 def test_help_of_serve_has_examples() -> None:
