@@ -63,10 +63,13 @@ class Answer:
     cached tokens, as the prompt counts once. `on_done` is called before the answer completes.
     """
 
-    def __init__(self, samples: Sequence[Sample], *, per_prompt: int = 1) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], *, per_prompt: int = 1, details: bool = True
+    ) -> None:
         self.on_done: Callable[[], None] = _nothing
         self._samples = list(samples)
         self._per_prompt = per_prompt
+        self._details = details
         self._left = len(samples)
         self._cached_tokens = 0
         self._generated_tokens = 0
@@ -77,7 +80,9 @@ class Answer:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return total_usage(self._samples, self._cached_tokens, self._generated_tokens)
+        return total_usage(
+            self._samples, self._cached_tokens, self._generated_tokens, details=self._details
+        )
 
     def tokens(
         self, sample: Sample, start: int, end: int, first: FirstToken | None, finished: bool
@@ -122,8 +127,9 @@ class WholeAnswer(Answer):
         then: Callable[[Sequence[Sample], Usage], None],
         *,
         per_prompt: int = 1,
+        details: bool = True,
     ) -> None:
-        super().__init__(samples, per_prompt=per_prompt)
+        super().__init__(samples, per_prompt=per_prompt, details=details)
         self._then = then
 
     def _write(self, sample: Sample, start: int, end: int, finished: bool) -> None:
@@ -143,9 +149,10 @@ class StreamedAnswer(Answer):
         samples: Sequence[Sample],
         *,
         per_prompt: int = 1,
+        details: bool = True,
         usage_wanted: tuple[bool, bool] = (False, False),
     ) -> None:
-        super().__init__(samples, per_prompt=per_prompt)
+        super().__init__(samples, per_prompt=per_prompt, details=details)
         self._exchange = exchange
         self._form = form
         self._final_usage, self._every_usage = usage_wanted

@@ -16,11 +16,12 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer."""
+    """Tokens of one answer; `details`: whether chats and completions tell what was cached."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    details: bool = True
 
     def json(self) -> JSON:
         """The `usage` object."""
@@ -28,7 +29,9 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "completion_tokens": self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens}
+            if self.details
+            else None,
         }
 
 
@@ -195,7 +198,9 @@ class CompletionFormat:
 Format = ChatFormat | CompletionFormat
 
 
-def total_usage(samples: Sequence[Sample], cached_tokens: int, generated_tokens: int) -> Usage:
+def total_usage(
+    samples: Sequence[Sample], cached_tokens: int, generated_tokens: int, *, details: bool = True
+) -> Usage:
     """Usage over all choices; a prompt counts once however many samples it has."""
     prompts = {id(sample.prompt_ids): len(sample.prompt_ids) for sample in samples}
-    return Usage(sum(prompts.values()), generated_tokens, cached_tokens)
+    return Usage(sum(prompts.values()), generated_tokens, cached_tokens, details)

@@ -25,6 +25,7 @@ from loadgen.replica.rank import RankRunner
 from loadgen.replica.response_routes import ResponseRoutes
 from loadgen.replica.routes import StateRoutes, TokenRoutes
 from loadgen.replica.routing import Route, Router
+from loadgen.replica.setup import Setup
 from loadgen.replica.sglang import SglangRoutes
 from loadgen.replica.sglang_metrics import SglangCollector
 from loadgen.replica.sleep import ServerInfoRoutes, SleepRoutes
@@ -56,12 +57,13 @@ class ReplicaAPI:
         flavor: Flavor = Flavor.VLLM,
         dev_mode: bool = True,
         faults: FaultPlan | None = None,
+        setup: Setup = Setup(),
     ) -> None:
         self._served = served
         self._model = model
         self._generator = generator
         self._reader = PromptReader(served, generator.tokenizer)
-        self._dispatcher = Dispatcher(ranks)
+        self._dispatcher = Dispatcher(ranks, setup)
         self._faults = Faults(faults or FaultPlan(), self._answer)
         sleeping = SleepRoutes(ranks)
         routes = [*self._models(), *self._faults.routes(), *sleeping.routes("/sim")]
@@ -74,7 +76,7 @@ class ReplicaAPI:
             routes += self._objects()
             if dev_mode:
                 routes += sleeping.routes()
-                routes += ServerInfoRoutes(served, model, len(ranks)).routes()
+                routes += ServerInfoRoutes(served, model, len(ranks), setup).routes()
         self._router = Router(routes)
 
     def handle(self, exchange: Exchange) -> None:
@@ -110,7 +112,13 @@ class ReplicaAPI:
 
     def _state(self, collector: Collector, without: Sequence[str] = ()) -> list[Route]:
         dispatcher = self._dispatcher
-        state = StateRoutes(self._reader, dispatcher.ranks, collector, lambda: dispatcher.in_flight)
+        state = StateRoutes(
+            self._reader,
+            dispatcher.ranks,
+            collector,
+            lambda: dispatcher.in_flight,
+            dispatcher.setup,
+        )
         return [route for route in state.routes() if route.path not in without]
 
 

@@ -21,6 +21,7 @@ from loadgen.replica.faults import parse_plan
 from loadgen.replica.model import EngineModel, SchedulingPolicy
 from loadgen.replica.publisher import ReplayFraming
 from loadgen.replica.server import Fleet, FleetConfig
+from loadgen.replica.setup import Events, Pool, Setup
 from loadgen.replica.wire import EventEncoding, HashForm
 from loadgen.tokenizer import default_folder
 
@@ -35,6 +36,8 @@ Examples:
   loadgen replica --ranks 2 --events array --replay-framing old --hash bytes
 
   loadgen replica --flavor sglang --ranks 2
+
+  loadgen replica --no-prefix-caching --kv-events connect --clock-skew 30
 
   loadgen replica --faults '{"cut_after_chunks": 3, "times": 5}'
 
@@ -96,6 +99,37 @@ def replica(
     dev_mode: Annotated[
         bool, Option(help="Whether vLLM's developer routes are there: /sleep, /server_info, ...")
     ] = True,
+    prefix_caching: Annotated[
+        bool, Option("--prefix-caching/--no-prefix-caching", help="Whether blocks are reused.")
+    ] = True,
+    prompt_tokens_details: Annotated[
+        bool,
+        Option(
+            "--prompt-tokens-details/--no-prompt-tokens-details",
+            help="Whether usage tells cached tokens.",
+        ),
+    ] = True,
+    ignore_salts: Annotated[bool, Option(help="Let `cache_salt` keep nothing apart.")] = False,
+    engine_version: Annotated[
+        str | None, Option(help="Told by /version; routes and fields are those of that release.")
+    ] = None,
+    clock_skew: Annotated[float, Option(help="Seconds that the clock is ahead.")] = 0.0,
+    kv_events: Annotated[
+        Events, Option(help="bind: others connect; connect: as a fixed host in the endpoint; off.")
+    ] = Events.BIND,
+    kv_listed_host: Annotated[
+        str, Option(help="Host that is told of the events' addresses; *: the replica's own.")
+    ] = "*",
+    kv_listed_ranks: Annotated[
+        int | None, Option(min=0, help="How many ranks' addresses are told; default: all.")
+    ] = None,
+    rank_hosts: Annotated[
+        bool, Option(help="Rank r publishes on 127.0.0.(1+r), ports one higher each, as vLLM's.")
+    ] = False,
+    pool: Annotated[
+        Pool, Option(help="What an LMCache server behind each rank has it announce.")
+    ] = Pool.NONE,
+    pool_blocks: Annotated[int, Option(min=1, help="Blocks that the pool keeps.")] = 16384,
     faults: Annotated[
         str, Option(help="Faults to begin with, as JSON for POST /sim/faults; see the README.")
     ] = "{}",
@@ -119,6 +153,19 @@ def replica(
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_num_seqs,
             policy=scheduling_policy,
+            prefix_caching=prefix_caching,
+            ignore_salts=ignore_salts,
+        )
+        setup = Setup(
+            version=engine_version,
+            prompt_tokens_details=prompt_tokens_details,
+            clock_skew_s=clock_skew,
+            events=kv_events,
+            listed_host=kv_listed_host,
+            listed_ranks=kv_listed_ranks,
+            rank_per_host=rank_hosts,
+            pool=pool,
+            pool_blocks=pool_blocks,
         )
         config = FleetConfig(
             replicas=replicas,
@@ -140,6 +187,7 @@ def replica(
             flavor=flavor,
             dev_mode=dev_mode,
             faults=parse_plan(faults),
+            setup=setup,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, exit_on_stdin_eof=exit_on_stdin_eof))

@@ -14,8 +14,16 @@ from loadgen.replica.waiting import Run
 class BlockContent:
     """Hashes of one engine, all from one seed. Replies are worked out when a block needs them."""
 
-    def __init__(self, block_size_tokens: int, seed: int, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        block_size_tokens: int,
+        seed: int,
+        vocabulary: Vocabulary,
+        *,
+        ignore_salts: bool = False,
+    ) -> None:
         self._size = block_size_tokens
+        self._ignore_salts = ignore_salts
         self._seed = seed
         self._vocabulary = vocabulary
 
@@ -46,7 +54,7 @@ class BlockContent:
             parent=run.hashes[start - 1] if start else None,
             token_ids=run.tokens[start * self._size : end * self._size],
             block_size_tokens=self._size,
-            salt=run.request.salt,
+            salt="" if self._ignore_salts else run.request.salt,
             adapter=run.request.adapter,
             session_id=run.request.session_id,
         )

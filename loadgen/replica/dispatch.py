@@ -11,6 +11,7 @@ from loadgen.replica.errors import EngineError, RequestRefused
 from loadgen.replica.http import Exchange
 from loadgen.replica.model import EngineRequest
 from loadgen.replica.rank import RankRunner
+from loadgen.replica.setup import Setup
 
 _RANK_HEADER = "x-data-parallel-rank"
 # How vLLM weighs waiting against running requests when it chooses a rank itself.
@@ -29,14 +30,18 @@ class Work(NamedTuple):
 class Dispatcher:
     """Hands answers to the ranks of one replica and counts those in flight."""
 
-    def __init__(self, ranks: Sequence[RankRunner]) -> None:
+    def __init__(self, ranks: Sequence[RankRunner], setup: Setup = Setup()) -> None:
         self.ranks = ranks
+        self.setup = setup
         self.in_flight = 0
         self._numbers = count()
 
     def rank_for(self, headers: Mapping[str, str]) -> RankRunner:
-        """The rank that the request names, else the least loaded. Raises RequestRefused."""
-        return self.rank(headers.get(_RANK_HEADER, ""))
+        """The rank that the request names, else the least loaded. Raises RequestRefused.
+
+        Before 0.14 nobody reads the header.
+        """
+        return self.rank(headers.get(_RANK_HEADER, "") if self.setup.since(0, 14) else "")
 
     def rank(self, wanted: str) -> RankRunner:
         """The rank of this number, else the least loaded. Raises RequestRefused."""

@@ -61,7 +61,10 @@ class Engine:
         self.model = model
         self.stats = EngineStats()
         self._content = BlockContent(
-            model.block_size_tokens, seed, vocabulary or Vocabulary.numbers()
+            model.block_size_tokens,
+            seed,
+            vocabulary or Vocabulary.numbers(),
+            ignore_salts=model.ignore_salts,
         )
         self._record_events = record_events
         self._events: list[KVEvent] = []
@@ -111,8 +114,7 @@ class Engine:
 
     def cached_prefix_tokens(self, hashes: Sequence[int], prompt_tokens: int) -> int:
         """`cached_tokens` of a prompt whose hashes are known."""
-        limit = self._reusable_blocks(prompt_tokens)
-        return len(self._pool.find(hashes, limit)) * self.model.block_size_tokens
+        return len(self._cached_blocks(hashes, prompt_tokens)) * self.model.block_size_tokens
 
     def queued_uncached_tokens(self) -> int:
         """Prompt tokens still to be computed: of those waiting, and of the one under way."""
@@ -270,7 +272,7 @@ class Engine:
         """Take the head of the queue into the batch if its whole prompt fits."""
         run = self._waiting.peek()
         size = self.model.block_size_tokens
-        hits = self._pool.find(run.hashes, self._reusable_blocks(run.target))
+        hits = self._cached_blocks(run.hashes, run.target)
         needed = -(-run.target // size) - len(hits)
         if needed > self._pool.free - self._pool.idle(hits):
             return None
@@ -326,9 +328,12 @@ class Engine:
 
     # Blocks
 
-    def _reusable_blocks(self, tokens: int) -> int:
+    def _cached_blocks(self, hashes: Sequence[int], tokens: int) -> list[int]:
+        """Blocks that a prompt of so many tokens can reuse now."""
+        if not self.model.prefix_caching:
+            return []
         # The last token is always computed: its logits are what the first new token is.
-        return max(0, tokens - 1) // self.model.block_size_tokens
+        return self._pool.find(hashes, max(0, tokens - 1) // self.model.block_size_tokens)
 
     def _take_or_preempt(self, run: Run, count: int, result: StepResult) -> bool:
         """Get blocks for `run`, at others' cost if need be; False if `run` itself had to go."""
@@ -380,7 +385,7 @@ class Engine:
     def _store_full(self, run: Run) -> None:
         """Make the blocks that have become full reusable, and report them."""
         full = run.computed // self.model.block_size_tokens
-        if full <= run.stored:
+        if full <= run.stored or not self.model.prefix_caching:
             return
         self._content.extend(run, full)
         start, run.stored = run.stored, full
@@ -391,7 +396,8 @@ class Engine:
     # Small things
 
     def _new_run(self, request: EngineRequest, now_s: float) -> Run:
-        salt, adapter = request.salt, request.adapter
+        salt = "" if self.model.ignore_salts else request.salt
+        adapter = request.adapter
         known = request.hashes
         if known is None:
             known = self._content.prompt_hashes(request.prompt_ids, salt, adapter)

@@ -11,7 +11,7 @@ class BlocksStored(NamedTuple):
 
     `parent` is the hash before the first of them, or None at the start of a prompt.
     `token_ids` holds the tokens of all of them, one after the other. `salt` is carried
-    whether or not the first block is among them.
+    whether or not the first block is among them. `medium` is where the blocks are.
     """
 
     hashes: Sequence[int]
@@ -21,12 +21,14 @@ class BlocksStored(NamedTuple):
     salt: str
     adapter: str
     session_id: str = ""
+    medium: str = "GPU"
 
 
 class BlockRemoved(NamedTuple):
     """One block lost its content because its room was needed."""
 
     hash: int
+    medium: str = "GPU"
 
 
 class BlocksCleared(NamedTuple):

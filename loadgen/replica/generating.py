@@ -64,6 +64,7 @@ class GenerationRoutes:
     ) -> None:
         samples = self._generator.samples(prompts, request)
         per_prompt = request.n or 1
+        details = self._dispatcher.setup.prompt_tokens_details
 
         def whole(samples: Sequence[Sample], usage: Usage) -> None:
             respond_json(exchange, form.whole(samples, usage))
@@ -72,10 +73,15 @@ class GenerationRoutes:
         if request.stream:
             usage = request.usage_wanted()
             answer = StreamedAnswer(
-                exchange, form, samples, per_prompt=per_prompt, usage_wanted=usage
+                exchange,
+                form,
+                samples,
+                per_prompt=per_prompt,
+                details=details,
+                usage_wanted=usage,
             )
         else:
-            answer = WholeAnswer(samples, whole, per_prompt=per_prompt)
+            answer = WholeAnswer(samples, whole, per_prompt=per_prompt, details=details)
         self._dispatcher.launch(exchange, answer, work(request, adapter))
         if isinstance(answer, StreamedAnswer):
             answer.begin()

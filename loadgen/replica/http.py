@@ -17,6 +17,8 @@ from urllib.parse import parse_qs
 
 import httptools
 
+from loadgen.replica.clock import Clock
+
 _MAX_BODY_BYTES = 128 * 1024 * 1024
 _MAX_PIPELINED = 32
 _CLOSE_TIMEOUT_S = 5.0
@@ -108,7 +110,10 @@ class Exchange:
 
     def head(self, status: int, fields: dict[str, str], keep_alive: bool) -> bytes:
         """The bytes of an answer's head."""
-        lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}", "server: uvicorn"]
+        lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
+        if self._connection is not None:
+            lines.append(f"date: {self._connection.clock.date()}")
+        lines.append("server: uvicorn")
         lines += [f"{name}: {value}" for name, value in fields.items()]
         if not keep_alive:
             lines.append("connection: close")
@@ -132,7 +137,8 @@ Handler = Callable[[Exchange], None]
 class Connection(asyncio.Protocol):
     """Parses requests and hands them to `handler`, one at a time."""
 
-    def __init__(self, handler: Handler, connections: set[Connection]) -> None:
+    def __init__(self, handler: Handler, connections: set[Connection], clock: Clock) -> None:
+        self.clock = clock
         self._handler = handler
         self._connections = connections
         self._parser = httptools.HttpRequestParser(self)
@@ -268,8 +274,9 @@ class Connection(asyncio.Protocol):
 class HTTPServer:
     """A listening socket and its connections."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, clock: Clock | None = None) -> None:
         self._handler = handler
+        self._clock = clock or Clock()
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -278,7 +285,10 @@ class HTTPServer:
         """Listen; `port` 0 takes a free one, which `port` then tells."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._handler, self._connections), host, port, backlog=2048
+            lambda: Connection(self._handler, self._connections, self._clock),
+            host,
+            port,
+            backlog=2048,
         )
         self.port = self._server.sockets[0].getsockname()[1]
 

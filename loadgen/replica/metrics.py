@@ -212,7 +212,8 @@ class ReplicaCollector:
         )
         size, blocks = self._model.block_size_tokens, self._model.blocks
         for _, engine in self._labels:
-            values = [engine, str(size), str(blocks), str(size * blocks), "True", "auto", "xxhash"]
+            caching = str(self._model.prefix_caching)
+            values = [engine, str(size), str(blocks), str(size * blocks), caching, "auto", "xxhash"]
             family.add_metric(values, 1)
         return family
 

@@ -25,7 +25,8 @@ class EngineModel:
     A prompt of n uncached tokens behind m cached ones costs
     `prefill_c_s + prefill_a_s * n + prefill_b_s * (n*n + 2*n*m)` seconds however it is cut
     into chunks: the constant is paid with the first chunk. A step in which B requests decode
-    costs `decode_step_s + decode_per_request_s * B` more.
+    costs `decode_step_s + decode_per_request_s * B` more. `ignore_salts`: `cache_salt` keeps
+    nothing apart, as with an engine that does not know it.
     """
 
     block_size_tokens: int = 16
@@ -38,6 +39,8 @@ class EngineModel:
     max_batched_tokens: int = 2048
     max_num_seqs: int = 64
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    prefix_caching: bool = True
+    ignore_salts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "blocks", "max_batched_tokens", "max_num_seqs"):

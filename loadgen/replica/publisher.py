@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import zmq
 import zmq.asyncio
@@ -35,10 +35,39 @@ class SourceAddress(NamedTuple):
     replay_endpoint: str
     topic: str
     buffer_steps: int
+    bound: bool = True
+
+
+class Publisher(Protocol):
+    """Where the events of one rank go; `address` is None where they go nowhere."""
+
+    @property
+    def address(self) -> SourceAddress | None: ...
+    def start(self) -> None: ...
+    def publish(self, payload: bytes) -> None: ...
+    async def close(self) -> None: ...
+
+
+class NoPublisher:
+    """Events are off."""
+
+    address: SourceAddress | None = None
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def publish(self, payload: bytes) -> None:
+        """Nobody is told."""
+
+    async def close(self) -> None:
+        """Nothing to free."""
 
 
 class KVPublisher:
-    """Publishes encoded batches of one rank. Use `start` and `close` from a running loop."""
+    """Publishes encoded batches of one rank. Use `start` and `close` from a running loop.
+
+    With `bind=False` it dials `host` and `port` instead of listening there.
+    """
 
     def __init__(
         self,
@@ -50,6 +79,7 @@ class KVPublisher:
         topic: str = "",
         framing: ReplayFraming = ReplayFraming.NEW,
         buffer_steps: int = 10_000,
+        bind: bool = True,
     ) -> None:
         self._topic = topic.encode()
         self._framing = framing
@@ -62,12 +92,14 @@ class KVPublisher:
         # A replay answer may exceed the default mark, and ROUTER drops what is above it.
         self._router.set(zmq.SNDHWM, 0)
         try:
-            endpoint = _bind(self._pub, host, port)
+            endpoint = (_bind if bind else _dial)(self._pub, host, port)
             replay_endpoint = _bind(self._router, host, replay_port)
         except zmq.ZMQError:
             self._close_sockets()
             raise
-        self.address = SourceAddress(endpoint, replay_endpoint, topic, buffer_steps)
+        self.address: SourceAddress | None = SourceAddress(
+            endpoint, replay_endpoint, topic, buffer_steps, bind
+        )
 
     def start(self) -> None:
         """Begin to answer replay requests."""
@@ -119,3 +151,9 @@ def _seq_frame(seq: int) -> bytes:
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
     socket.bind(f"tcp://{host}:{port or '*'}")
     return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def _dial(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
+    endpoint = f"tcp://{host}:{port}"
+    socket.connect(endpoint)
+    return endpoint

@@ -11,7 +11,8 @@ from loadgen.replica.engine import Engine
 from loadgen.replica.events import KVEvent
 from loadgen.replica.metrics import RankTimes
 from loadgen.replica.model import EngineRequest, EngineStats, FirstToken, StepResult
-from loadgen.replica.publisher import KVPublisher
+from loadgen.replica.pool import PoolAnnouncer
+from loadgen.replica.publisher import Publisher
 
 # A step that ends late by less than this starts the next one as if it had ended in time, so
 # that timer granularity does not slow the simulated engine down.
@@ -54,13 +55,17 @@ class RankRunner:
         self,
         engine: Engine,
         encoder: Encoder,
-        publisher: KVPublisher,
+        publisher: Publisher,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        pool: PoolAnnouncer | None = None,
     ) -> None:
         self._engine = engine
         self._encoder = encoder
         self._publisher = publisher
         self._clock = clock
+        self._wall = wall
+        self._pool = pool
         self._flights: dict[str, _Flight] = {}
         self._step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -89,7 +94,7 @@ class RankRunner:
         return self._engine.stats
 
     @property
-    def publisher(self) -> KVPublisher:
+    def publisher(self) -> Publisher:
         """Where this rank's KV events go."""
         return self._publisher
 
@@ -157,7 +162,8 @@ class RankRunner:
         step, self._step = self._step, None
         assert step is not None
         if step.events:
-            self._publisher.publish(self._encoder.encode(step.events, time.time()))
+            events = self._pool.with_pool(step.events) if self._pool else step.events
+            self._publisher.publish(self._encoder.encode(events, self._wall()))
         # Sinks may submit or abort; the next step begins after all of them have been told.
         self._step = step
         try:

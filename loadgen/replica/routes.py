@@ -11,6 +11,7 @@ from loadgen.replica.errors import RequestRefused
 from loadgen.replica.http import Exchange
 from loadgen.replica.metrics import Collector, exposition
 from loadgen.replica.prompts import PromptReader
+from loadgen.replica.publisher import SourceAddress
 from loadgen.replica.rank import RankRunner
 from loadgen.replica.requests import (
     ChatRequest,
@@ -24,8 +25,10 @@ from loadgen.replica.requests import (
     plain_messages,
 )
 from loadgen.replica.routing import Route
+from loadgen.replica.setup import Setup
 
 _VERSION = "0.32.0"
+_LISTS_SOURCES = (0, 31)
 _EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -115,24 +118,28 @@ class StateRoutes:
         ranks: Sequence[RankRunner],
         collector: Collector,
         in_flight: Callable[[], int],
+        setup: Setup = Setup(),
     ) -> None:
         self._served = reader.served
         self._ranks = ranks
         self._collector = collector
         self._in_flight = in_flight
+        self._setup = setup
 
     def routes(self) -> list[Route]:
         """What this part answers."""
-        return [
+        routes = [
             Route("GET", "/v1/models", self._models),
             Route("GET", "/health", send_nothing),
             Route("GET", "/ping", send_nothing),
             Route("GET", "/version", self._version),
             Route("GET", "/load", self._load),
             Route("GET", "/metrics", self._metrics),
-            Route("GET", "/kv_event_sources", self._kv_event_sources),
             Route("POST", "/reset_prefix_cache", self._reset_prefix_cache),
         ]
+        if self._setup.since(*_LISTS_SOURCES):
+            routes.append(Route("GET", "/kv_event_sources", self._kv_event_sources))
+        return routes
 
     def _models(self, exchange: Exchange) -> None:
         model = self._served.model
@@ -154,7 +161,7 @@ class StateRoutes:
         }
 
     def _version(self, exchange: Exchange) -> None:
-        send(exchange, {"version": _VERSION})
+        send(exchange, {"version": self._setup.version or _VERSION})
 
     def _load(self, exchange: Exchange) -> None:
         send(exchange, {"server_load": self._in_flight()})
@@ -164,14 +171,10 @@ class StateRoutes:
 
     def _kv_event_sources(self, exchange: Exchange) -> None:
         sources = {}
-        for number, rank in enumerate(self._ranks):
+        for number, rank in enumerate(self._ranks[: self._setup.listed_ranks]):
             address = rank.publisher.address
-            sources[str(number)] = {
-                "endpoint": any_host(address.endpoint),
-                "replay_endpoint": any_host(address.replay_endpoint),
-                "topic": address.topic,
-                "buffer_steps": address.buffer_steps,
-            }
+            if address is not None:
+                sources[str(number)] = listed_source(address, self._setup.listed_host)
         send(exchange, sources)
 
     def _reset_prefix_cache(self, exchange: Exchange) -> None:
@@ -181,11 +184,17 @@ class StateRoutes:
         send_nothing(exchange)
 
 
-def any_host(endpoint: str) -> str:
-    """A publisher's address as an engine's configuration has it."""
+def listed_source(address: SourceAddress, host: str) -> dict[str, Any]:
+    """A publisher's addresses as an engine's configuration has them."""
     # vLLM reports the address it was configured with, and that is a wildcard wherever it
-    # binds: clients put the replica's host in its place.
-    return f"tcp://*:{endpoint.rpartition(':')[2]}"
+    # binds: clients put the replica's host in its place. Only `tcp://*:0` tells a host.
+    endpoint, replay = (f"tcp://{host}:{each.rpartition(':')[2]}" for each in address[:2])
+    return {
+        "endpoint": endpoint if address.bound else address.endpoint,
+        "replay_endpoint": replay,
+        "topic": address.topic,
+        "buffer_steps": address.buffer_steps,
+    }
 
 
 def _rendered(

@@ -16,15 +16,18 @@ from urllib.parse import urlsplit
 import zmq
 
 from loadgen.replica.api import Flavor, ReplicaAPI
+from loadgen.replica.clock import Clock
 from loadgen.replica.engine import Engine
 from loadgen.replica.faults import FaultPlan
 from loadgen.replica.generation import Generator
 from loadgen.replica.http import HTTPServer
 from loadgen.replica.model import EngineModel
+from loadgen.replica.pool import PoolAnnouncer
 from loadgen.replica.prompts import Served
-from loadgen.replica.publisher import KVPublisher, ReplayFraming
+from loadgen.replica.publisher import KVPublisher, NoPublisher, Publisher, ReplayFraming
 from loadgen.replica.rank import Encoder, RankRunner
 from loadgen.replica.reply import Vocabulary, build_vocabulary
+from loadgen.replica.setup import Events, Pool, Setup
 from loadgen.replica.sglang_wire import SglangEncoder
 from loadgen.replica.text import ReplicaTokenizer
 from loadgen.replica.wire import BatchEncoder, EventEncoding, HashForm
@@ -43,7 +46,8 @@ class FleetConfig:
 
     With a base `port`, replica i listens on `port + i`. With a base `kv_port`, rank r of
     replica i publishes on `kv_port + 2 * (i * ranks + r)` and replays on the port after it; of
-    the SGLang flavor, all ranks of a replica publish on consecutive ports, and then all replay.
+    the SGLang flavor, all ranks of a replica publish on consecutive ports, and then all replay;
+    with a host per rank, each rank's two ports are one higher than those of the rank before it.
     """
 
     replicas: int = 1
@@ -65,6 +69,7 @@ class FleetConfig:
     flavor: Flavor = Flavor.VLLM
     dev_mode: bool = True
     faults: FaultPlan = field(default_factory=FaultPlan)
+    setup: Setup = field(default_factory=Setup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class Replica:
 
     def describe(self) -> dict[str, Any]:
         """Its part of the start-up line."""
-        addresses = [rank.publisher.address for rank in self.ranks]
+        addresses = [each for rank in self.ranks if (each := rank.publisher.address)]
         return {
             "url": self.url,
             "kv_events": [address.endpoint for address in addresses],
@@ -168,6 +173,9 @@ class Fleet:
         config = self._config
         http = config.port and config.port + number
         base = config.kv_port and config.kv_port + 2 * number * config.ranks
+        if config.setup.rank_per_host:
+            base = base or _free_ports(config.host, config.ranks + 1)
+            return [http, *(base + rank + part for rank in range(config.ranks) for part in (0, 1))]
         if config.flavor is not Flavor.SGLANG:
             return [http, *(base and base + place for place in range(2 * config.ranks))]
         # SGLang tells rank 0's ports alone, the others follow from them.
@@ -194,27 +202,45 @@ class Fleet:
             flavor=config.flavor,
             dev_mode=config.dev_mode,
             faults=config.faults,
+            setup=config.setup,
         )
-        server = HTTPServer(api.handle)
+        server = HTTPServer(api.handle, Clock(config.setup.clock_skew_s))
         self._stack.push_async_callback(server.close)
         await server.start(config.host, ports[0])
         return Replica(server, config.host, ranks)
 
-    def _rank(self, rank: int, port: int, replay_port: int) -> RankRunner:
-        config = self._config
-        publisher = KVPublisher(
+    def _rank(self, rank: int, port: int = 0, replay_port: int = 0) -> RankRunner:
+        config, setup = self._config, self._config.setup
+        encoder: Encoder = BatchEncoder(
+            config.events, config.hash_form, rank, extra_keys=setup.since(0, 19)
+        )
+        if config.flavor is Flavor.SGLANG:
+            encoder = SglangEncoder(config.events, rank)
+        return RankRunner(
+            Engine(config.engine, config.seed),
+            encoder,
+            self._publisher(rank, port, replay_port),
+            wall=Clock(setup.clock_skew_s).now_s,
+            pool=PoolAnnouncer(setup.pool, setup.pool_blocks, config.seed)
+            if setup.pool is not Pool.NONE
+            else None,
+        )
+
+    def _publisher(self, rank: int, port: int, replay_port: int) -> Publisher:
+        config, setup = self._config, self._config.setup
+        if setup.events is Events.OFF:
+            return NoPublisher()
+        bind = setup.events is Events.BIND
+        return KVPublisher(
             self._context,
-            host=config.host,
-            port=port,
+            host=f"127.0.0.{1 + rank}" if setup.rank_per_host else config.host,
+            port=port if bind or port else _free_ports(config.host, 1),
             replay_port=replay_port,
             topic=config.topic,
             framing=config.replay_framing,
             buffer_steps=config.buffer_steps,
+            bind=bind,
         )
-        encoder: Encoder = BatchEncoder(config.events, config.hash_form, rank)
-        if config.flavor is Flavor.SGLANG:
-            encoder = SglangEncoder(config.events, rank)
-        return RankRunner(Engine(config.engine, config.seed), encoder, publisher)
 
 
 def _free_ports(host: str, count: int) -> int:

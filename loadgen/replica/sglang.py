@@ -19,7 +19,7 @@ from loadgen.replica.http import Exchange
 from loadgen.replica.model import EngineModel, FirstToken
 from loadgen.replica.prompts import PromptReader
 from loadgen.replica.requests import GenerationFields, completion_prompts, read_json
-from loadgen.replica.routes import any_host, send_nothing
+from loadgen.replica.routes import listed_source, send_nothing
 from loadgen.replica.routing import Route
 
 _VERSION = "0.5.23"
@@ -247,26 +247,22 @@ class SglangRoutes:
                 "chunked_prefill_size": model.max_batched_tokens,
                 "schedule_policy": model.policy,
                 "enable_metrics": True,
-                "disable_radix_cache": False,
+                "disable_radix_cache": not model.prefix_caching,
                 "kv_events_config": self._kv_events_config(),
                 "status": "ready",
                 "max_total_num_tokens": model.capacity_tokens,
                 "internal_states": [{} for _ in self._dispatcher.ranks],
-                "version": _VERSION,
+                "version": self._dispatcher.setup.version or _VERSION,
             },
         )
 
-    def _kv_events_config(self) -> str:
+    def _kv_events_config(self) -> str | None:
         """As given on SGLang's command line: rank 0's addresses, rank r's ports are r higher."""
         address = self._dispatcher.ranks[0].publisher.address
-        config = {
-            "publisher": "zmq",
-            "endpoint": any_host(address.endpoint),
-            "replay_endpoint": any_host(address.replay_endpoint),
-            "topic": address.topic,
-            "buffer_steps": address.buffer_steps,
-        }
-        return orjson.dumps(config).decode()
+        if address is None:
+            return None
+        source = listed_source(address, self._dispatcher.setup.listed_host)
+        return orjson.dumps({"publisher": "zmq", **source}).decode()
 
     def _model_info(self, exchange: Exchange) -> None:
         model = self._reader.served.model

@@ -12,6 +12,7 @@ from loadgen.replica.model import EngineModel
 from loadgen.replica.prompts import Served
 from loadgen.replica.rank import RankRunner
 from loadgen.replica.routing import Route
+from loadgen.replica.setup import Setup
 
 _LEVELS = ("0", "1", "2")
 
@@ -58,7 +59,9 @@ class SleepRoutes:
 class ServerInfoRoutes:
     """GET /server_info, with the configuration as text or (`config_format=json`) as JSON."""
 
-    def __init__(self, served: Served, model: EngineModel, ranks: int) -> None:
+    def __init__(
+        self, served: Served, model: EngineModel, ranks: int, setup: Setup = Setup()
+    ) -> None:
         self._config = {
             "model_config": {
                 "model": served.model,
@@ -68,7 +71,7 @@ class ServerInfoRoutes:
             "cache_config": {
                 "block_size": model.block_size_tokens,
                 "num_gpu_blocks": model.blocks,
-                "enable_prefix_caching": True,
+                "enable_prefix_caching": model.prefix_caching,
             },
             "scheduler_config": {
                 "max_num_batched_tokens": model.max_batched_tokens,
@@ -76,6 +79,7 @@ class ServerInfoRoutes:
                 "policy": model.policy,
             },
             "parallel_config": {"data_parallel_size": ranks},
+            "kv_transfer_config": setup.transfer_config,
             "additional_config": {"simulated_engine": asdict(model)},
         }
 

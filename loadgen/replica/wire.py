@@ -16,9 +16,13 @@ import msgspec
 from loadgen.replica.events import BlockRemoved, BlocksStored, KVEvent
 from loadgen.replica.hashing import hash_digest
 
-_MEDIUM = "GPU"
+_OWN = "GPU"
 _GROUP = 0
 _GROUP_KIND = "full_attention"
+# A connector that announces a pool's blocks knows none of these.
+_OF_OWN_BLOCKS = ("extra_keys", "group_idx", "kv_cache_spec_kind")
+_BEFORE_EXTRA_KEYS = 8
+"""Items of an array up to the adapter's name, with which releases before 0.19 end it."""
 
 WireHash = int | bytes
 
@@ -38,11 +42,22 @@ class HashForm(StrEnum):
 
 
 class BatchEncoder:
-    """Turns the events of one engine step into one payload."""
+    """Turns the events of one engine step into one payload.
 
-    def __init__(self, encoding: EventEncoding, hash_form: HashForm, rank: int) -> None:
+    `extra_keys=False`: arrays as before 0.19, which do not tell a salt.
+    """
+
+    def __init__(
+        self,
+        encoding: EventEncoding,
+        hash_form: HashForm,
+        rank: int,
+        *,
+        extra_keys: bool = True,
+    ) -> None:
         self._rank = rank
-        self._one = _map_event if encoding is EventEncoding.MAP else _array_event
+        arrays = _array_event if extra_keys else _short_array_event
+        self._one = _map_event if encoding is EventEncoding.MAP else arrays
         self._hash: Callable[[int], WireHash] = _same if hash_form is HashForm.INT else hash_digest
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -59,9 +74,11 @@ def _same(block_hash: int) -> WireHash:
 def _map_event(event: KVEvent, wire: Callable[[int], WireHash]) -> dict[str, Any]:
     if isinstance(event, BlocksStored):
         stored = _stored_fields(event, wire)
-        return {**stored, "session_id": event.session_id} if event.session_id else stored
+        stored = {**stored, "session_id": event.session_id} if event.session_id else stored
+        return stored if event.medium == _OWN else _without(stored, _OF_OWN_BLOCKS)
     if isinstance(event, BlockRemoved):
-        return _removed_fields(event, wire)
+        removed = _removed_fields(event, wire)
+        return removed if event.medium == _OWN else _without(removed, _OF_OWN_BLOCKS)
     return {"type": "AllBlocksCleared"}
 
 
@@ -73,7 +90,7 @@ def _stored_fields(event: BlocksStored, wire: Callable[[int], WireHash]) -> dict
         "token_ids": event.token_ids,
         "block_size": event.block_size_tokens,
         "lora_id": adapter_id(event.adapter),
-        "medium": _MEDIUM,
+        "medium": event.medium,
         "lora_name": event.adapter or None,
         "extra_keys": _extra_keys(event),
         "group_idx": _GROUP,
@@ -85,9 +102,13 @@ def _removed_fields(event: BlockRemoved, wire: Callable[[int], WireHash]) -> dic
     return {
         "type": "BlockRemoved",
         "block_hashes": [wire(event.hash)],
-        "medium": _MEDIUM,
+        "medium": event.medium,
         "group_idx": _GROUP,
     }
+
+
+def _without(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def _array_event(event: KVEvent, wire: Callable[[int], WireHash]) -> list[Any]:
@@ -97,6 +118,10 @@ def _array_event(event: KVEvent, wire: Callable[[int], WireHash]) -> list[Any]:
     if isinstance(event, BlockRemoved):
         return [*_removed_fields(event, wire).values()]
     return ["AllBlocksCleared"]
+
+
+def _short_array_event(event: KVEvent, wire: Callable[[int], WireHash]) -> list[Any]:
+    return _array_event(event, wire)[:_BEFORE_EXTRA_KEYS]
 
 
 def _extra_keys(event: BlocksStored) -> list[list[str] | None]:
