@@ -220,6 +220,10 @@ class Settings(BaseSettings):
         float, Field(ge=0, description="/readyz says 503 for this long before the listener closes")
     ] = 0.0
     drain_s: Annotated[float, Field(ge=0, description="running requests may take at exit")] = 30.0
+    make_traceparent: Annotated[
+        bool,
+        Field(description="a request without a `traceparent` header gets one, marked as sampled"),
+    ] = True
     access_log: Annotated[bool, Field(description="one JSON line per request")] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="least level logged")

@@ -149,7 +149,8 @@ class Dispatcher:
         call.check()
         replica = placement.replica
         rank = placement.rank if replica.ranked else None
-        headers = upstream_headers(call.headers, replica.netloc, call.request_id, rank)
+        trace = self._settings.make_traceparent
+        headers = upstream_headers(call.headers, replica.netloc, call.request_id, rank, trace=trace)
         method = call.method.encode()
         length = _body_bytes(call, plan)
         head = request_head(method, replica.base_path + call.target, headers, length)

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from random import getrandbits
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from router.encoding import decoder_for
 from router.errors import BodyTooLarge, ClientGone, RequestError, Shape
 from router.upstream import Headers
@@ -38,6 +40,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"x-request-id",
 }
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_TRACE_ID = re.compile(rb"(?!0{32})[0-9a-f]{32}")
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
@@ -64,9 +67,26 @@ def forwarded(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [pair for pair in headers if pair[0] not in dropped]
 
 
-def upstream_headers(headers: Headers, host: bytes, request_id: bytes, rank: int | None) -> Headers:
-    """A request's headers as the replica gets them; its body goes on without any coding."""
+def traceparent(request_id: bytes) -> bytes:
+    """The head of a new trace (W3C Trace Context), whose id is the request id where that fits.
+
+    Marked as sampled, because engines take an unsampled parent for an order to record nothing.
+    """
+    fits = _TRACE_ID.fullmatch(request_id)
+    trace_id = request_id if fits else xxh3_128_hexdigest(request_id).encode()
+    return b"00-%b-%016x-01" % (trace_id, getrandbits(64) or 1)
+
+
+def upstream_headers(
+    headers: Headers, host: bytes, request_id: bytes, rank: int | None, *, trace: bool = False
+) -> Headers:
+    """A request's headers as the replica gets them; its body goes on without any coding.
+
+    `trace`: one that belongs to no trace begins one.
+    """
     passed = forwarded(headers, _NOT_FORWARDED)
+    if trace and header(passed, b"traceparent") is None:
+        passed.append((b"traceparent", traceparent(request_id)))
     if rank is not None:
         passed = [pair for pair in passed if pair[0] != b"x-data-parallel-rank"]
         passed.append((b"x-data-parallel-rank", b"%d" % rank))

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from cache_index.types import Holder
 from router.connection import ClientConnection
@@ -66,6 +67,21 @@ async def test_headers_pass_both_ways_but_for_hop_by_hop_ones() -> None:
         assert answer.headers["x-kvroute-request-id"] == "abc-1"
         assert answer.headers["x-kvroute-replica"] == replica.name
         assert answer.headers["x-kvroute-matched-tokens"] == "0"
+
+
+async def test_a_request_without_a_trace_begins_one_under_its_request_id() -> None:
+    async with scripted(answer_ok) as (replica,), running_gateway(replica) as running:
+        answer = await running.post(chat())
+        await running.post(chat(), headers={"x-request-id": "mine"})
+        traces = [(each.header("traceparent") or "").split("-") for each in replica.seen]
+        assert traces[0][1] == answer.headers["x-kvroute-request-id"]
+        assert traces[1][1] == xxh3_128_hexdigest(b"mine")
+        for version, trace_id, span_id, flags in traces:
+            assert (version, len(trace_id), len(span_id), flags) == ("00", 32, 16, "01")
+    async with scripted(answer_ok) as (replica,):
+        async with running_gateway(replica, make_traceparent=False) as running:
+            await running.post(chat())
+            assert replica.seen[0].header("traceparent") is None
 
 
 async def test_an_unusable_request_id_is_replaced_at_both_ends() -> None:
