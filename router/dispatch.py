@@ -6,10 +6,16 @@ What is sent again, and where the limits are:
 |---|---|---|
 | connecting failed | elsewhere | every replica once |
 | an idle connection was closed just as it was used | to the same replica, afresh | once each |
-| the replica closed before its answer | elsewhere, if repeatable | once |
+| the replica closed before its answer | elsewhere, if repeatable | three replicas; see below |
+| it was silent, and then failed its probes too | elsewhere, if repeatable | the same |
 | it answered one of `retry_statuses` | elsewhere, if repeatable | the retry budget |
-| it was silent, and then failed its probes too | elsewhere, if repeatable | once |
 | it was silent | no | its deadline |
+
+A replica that takes a request and closes without a word may have died for reasons of its own, or of
+this very request. Two deaths in a row are bad luck that no client should see; a request that three
+replicas did not survive is stopped, whatever the reason, so that one that kills engines never takes
+more than `MAX_CUTS` of them. The client is told not to repeat it. A second replica that closed but
+still takes connections did not die: to go on from it costs the retry budget.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from router.breaker import Outcome, State
 from router.budget import RetryBudget
 from router.call import Call
 from router.config import Settings
-from router.errors import NoReplica, UpstreamUnavailable
+from router.errors import NoReplica, RequestDropped, UpstreamUnavailable
 from router.forward import Forwarder
 from router.load import FleetLoad
 from router.metrics import Metrics
@@ -36,8 +42,8 @@ logger = logging.getLogger("kvroute.dispatch")
 
 LOOK_UP_S = 0.5
 """While an answer has not begun, the replica's health is looked at this often."""
-MAX_CUT_ATTEMPTS = 2
-"""A request that makes replicas drop it is not carried through the whole fleet."""
+MAX_CUTS = 3
+"""A request that so many replicas have dropped is not carried through the rest of the fleet."""
 
 
 class Dispatcher:
@@ -88,9 +94,8 @@ class Dispatcher:
                         cuts += 1
                         replica.report(Outcome.CUT)
                     last = self._failed(replica, "unavailable", str(error))
-                    if call.exchange is not None and not self._again(plan, cuts):
-                        message = f"The replica closed the connection without an answer: {error}."
-                        raise NoReplica(message) from error
+                    if call.exchange is not None and not await self._again(plan, replica, cuts):
+                        raise RequestDropped(cuts, last) from error
                 finally:
                     if call.exchange is not None:
                         call.exchange.release()
@@ -109,9 +114,22 @@ class Dispatcher:
                 f"{last}; no other replica can take this request. Try again."
             ) from error
 
-    @staticmethod
-    def _again(plan: Plan, cuts: int) -> bool:
-        return plan.repeatable and cuts < MAX_CUT_ATTEMPTS
+    async def _again(self, plan: Plan, replica: Replica, cuts: int) -> bool:
+        """Whether a request that `replica` has dropped may go to another one."""
+        if not plan.repeatable or cuts >= MAX_CUTS:
+            return False
+        return cuts == 1 or not await self._lives(replica) or self._budget.retry()
+
+    async def _lives(self, replica: Replica) -> bool:
+        """Whether it still takes connections; what does not is down for everybody."""
+        if not replica.ready:
+            return False
+        try:
+            exchange = await self._connect(replica, fresh=True)
+        except UpstreamUnavailable:
+            return False
+        exchange.abort()
+        return True
 
     def _try_elsewhere(self, plan: Plan, head: ResponseHead, replicas: Sequence[Replica]) -> bool:
         if head.status not in self._retried or not plan.repeatable or plan.only is not None:

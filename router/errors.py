@@ -20,6 +20,7 @@ KvrouteError
 |   +-- UnsupportedEncoding 415
 |   +-- Overloaded         503
 |   +-- NoReplica          503
+|   +-- RequestDropped     503
 |   +-- TooManyConnections 503
 |   +-- ShuttingDown       503
 |   +-- ReplicaTimeout     504
@@ -76,6 +77,10 @@ class RequestError(KvrouteError):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What clients should know besides the body."""
+        return []
 
     def payload(self, shape: Shape = Shape.OPENAI, request_id: str = "") -> dict[str, Any]:
         """The body in the shape that the route's clients read."""
@@ -227,6 +232,28 @@ class Overloaded(RequestError):
 class NoReplica(RequestError):
     status = 503
     code = "no_replica"
+
+
+class RequestDropped(RequestError):
+    """Replicas took this request and closed without an answer; `last` says what the last one did.
+
+    Clients retry a 503 by themselves. This one may be the reason, or may have been carried out
+    though nobody said so: those that can be told otherwise are (the openai and anthropic SDKs).
+    """
+
+    status = 503
+    code = "request_dropped"
+
+    def __init__(self, replicas: int, last: str) -> None:
+        who = "The replica" if replicas == 1 else f"{replicas} replicas, one after the other,"
+        super().__init__(
+            f"{who} took this request and closed without an answer. {last}. "
+            "It is not sent to another one."
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Not to be repeated without a thought."""
+        return [(b"x-should-retry", b"false")]
 
 
 class TooManyConnections(RequestError):

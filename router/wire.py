@@ -137,6 +137,7 @@ async def send_error(
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"connection", b"close"),
+        *error.headers(),
         *extra,
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -115,3 +115,33 @@ async def used_again(fleet: ChaosFleet, replica: OneReplica, back_s: float) -> f
             return time.monotonic() - back_s
         await asyncio.sleep(0.02)
     raise AssertionError(f"{replica.name} is not used: {await fleet.ready()}")
+
+
+async def test_requests_survive_two_replicas_killed_one_after_the_other(tmp_path: Path) -> None:
+    """All of them wait for their first byte; many are at both replicas when these die."""
+    slow = ("--prefill-c", "0.5", "--decode-step", "0.01", "--max-num-seqs", "256")
+    limits = {"policy": "round_robin", "probe_interval_s": 30, "retry_budget": 0}
+    async with chaos_fleet(3, tmp_path, replica=slow, **limits) as fleet:
+        load = Load(fleet, words=1)
+        load.start(30, stream=True)
+        first, second, _ = fleet.replicas
+        await holds(fleet, first, 10)
+        first.kill()
+        await holds(fleet, second, 15)
+        second.kill()
+        await load.ended()
+        failed = [str(each) for each in load.answers if not verdict(each, second)]
+        assert not failed, f"{len(failed)} failed, e.g. {failed[:3]}"
+        retried = sum((await fleet.metric("kvroute_retries_total")).values())
+        cut = len([each for each in load.answers if each.cut])
+        print(f"{retried:.0f} sent again, {cut} cut")
+        assert retried > 30 - cut - 10
+        await fleet.becomes_idle()
+
+
+async def holds(fleet: ChaosFleet, replica: OneReplica, count: int) -> None:
+    async def met() -> bool:
+        running = await fleet.metric("kvroute_running_requests")
+        return sum(n for labels, n in running.items() if replica.name in labels) >= count
+
+    await fleet.until(f"{replica.name} has {count} requests", met)

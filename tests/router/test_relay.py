@@ -201,21 +201,6 @@ async def test_a_cut_answer_cannot_pass_for_a_whole_one() -> None:
         await running.becomes_idle()
 
 
-async def test_a_request_that_makes_replicas_hang_up_stops_after_two() -> None:
-    async def hang_up(
-        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        writer.transport.abort()
-
-    async with scripted(hang_up, hang_up, hang_up) as replicas:
-        async with running_gateway(*replicas) as running:
-            answer = await running.post(chat())
-            assert answer.status_code == 503
-            assert sum(len(replica.seen) for replica in replicas) == 2
-            assert all(each.healthy for each in running.gateway.fleet.replicas.values())
-            assert running.idle()
-
-
 async def test_an_idle_connection_closed_by_the_replica_is_replaced() -> None:
     async def close_after(
         seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
