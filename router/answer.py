@@ -113,11 +113,13 @@ class Answer(RequestResponseCycle):
 def whole_answer(error: RequestError, request_id: bytes) -> bytes:
     """An error as the bytes of a whole response, the connection's last."""
     body = error.body(request_id=request_id.decode())
+    more = [b"%b: %b\r\n" % pair for pair in error.headers()]
     return b"".join(
         (
             STATUS_LINE[error.status],
             b"content-type: application/json\r\nconnection: close\r\n",
             b"content-length: %d\r\n" % len(body),
+            *more,
             b"x-kvroute-request-id: %b\r\n\r\n" % request_id,
             body,
         )

@@ -110,9 +110,8 @@ class Dispatcher:
         except NoReplica as error:
             if not last:
                 raise
-            raise NoReplica(
-                f"{last}; no other replica can take this request. Try again."
-            ) from error
+            message = f"{last}; no other replica can take this request. Try again."
+            raise NoReplica(message, retry_after_s=error.retry_after_s or 1) from error
 
     async def _again(self, plan: Plan, replica: Replica, cuts: int) -> bool:
         """Whether a request that `replica` has dropped may go to another one."""

@@ -111,7 +111,7 @@ def declare_errors(app: FastAPI) -> None:
 def _answer(request: Request, error: RequestError) -> JSONResponse:
     anthropic = request.url.path.startswith(ANTHROPIC_PREFIX)
     shape = Shape.ANTHROPIC if anthropic else Shape.OPENAI
-    headers = {}
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):

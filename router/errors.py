@@ -72,6 +72,8 @@ class RequestError(KvrouteError):
     status = 500
     type = "server_error"
     code = "internal_error"
+    retry_after_s: int | None = None
+    """When it is worth another try, where something is known of that."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -80,7 +82,9 @@ class RequestError(KvrouteError):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What clients should know besides the body."""
-        return []
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", b"%d" % self.retry_after_s)]
 
     def payload(self, shape: Shape = Shape.OPENAI, request_id: str = "") -> dict[str, Any]:
         """The body in the shape that the route's clients read."""
@@ -227,11 +231,16 @@ class UnsupportedEncoding(RequestError):
 class Overloaded(RequestError):
     status = 503
     code = "gateway_overloaded"
+    retry_after_s = 1
 
 
 class NoReplica(RequestError):
     status = 503
     code = "no_replica"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestDropped(RequestError):
@@ -259,11 +268,13 @@ class RequestDropped(RequestError):
 class TooManyConnections(RequestError):
     status = 503
     code = "too_many_connections"
+    retry_after_s = 1
 
 
 class ShuttingDown(RequestError):
     status = 503
     code = "gateway_shutting_down"
+    retry_after_s = 1
 
     def __init__(self) -> None:
         super().__init__("The gateway is shutting down; send the request again.")

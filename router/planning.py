@@ -171,7 +171,7 @@ class Planner:
         where = f"Replica {only!r}" if only is not None else "No replica"
         can = "cannot" if only is not None else "can"
         message = f"{where} {can} take this request now; GET /readyz says why. Try again."
-        raise NoReplica(message)
+        raise NoReplica(message, retry_after_s=self._fleet.retry_after_s(model, only))
 
     def others(self, model: str | None, name: str) -> bool:
         """Whether a replica other than `name` can take a request for this model now."""

@@ -34,6 +34,8 @@ from router.upstream import ReplicaPool
 __all__ = ["STATES", "Ejection", "Fleet", "Replica", "ServedModel"]
 
 STATES = ("up", "slow_start", "half_open", "open", "ejected", "sleeping", "draining", "down")
+MAX_RETRY_AFTER_S = 30
+"""Clients do not wait for much longer than that: the openai SDK for a minute at the most."""
 _BREAKER_STATES = {
     State.CLOSED: "up",
     State.SLOW_START: "slow_start",
@@ -81,6 +83,8 @@ class Replica:
     ejection: Ejection = field(default_factory=Ejection)
     inflight: Inflight = field(default_factory=Inflight)
     changed: Callable[[Replica, State | None], None] = lambda replica, state: None
+    clock: Callable[[], float] = time.monotonic
+    down_since_s: float = 0.0
 
     @classmethod
     def from_config(
@@ -107,6 +111,8 @@ class Replica:
             declared_events=config.kv_events,
             breaker=Breaker(rules, clock),
             traffic=Traffic(clock),
+            clock=clock,
+            down_since_s=clock(),
         )
         replica.breaker.changed = replica._breaker_changed
         return replica
@@ -176,6 +182,7 @@ class Replica:
         was, self.ready, self.reason = self.ready, False, reason
         self.breaker.refused()
         if was:
+            self.down_since_s = self.clock()
             self.changed(self, None)
 
     # What the prober says
@@ -307,6 +314,22 @@ class Fleet:
             rest = [each for each in group.limited if each.name not in without]
             found = rest or [each for each in group.spare if each.name not in without]
         return found
+
+    def retry_after_s(self, model: str | None, only: str | None = None) -> int:
+        """Seconds after which a request that nobody takes now may be sent again.
+
+        Nobody knows when an outage ends. One that has lasted for a minute will hardly be over in a
+        second: as long again as the shortest one that matters here, within bounds.
+        """
+        now_s = self._clock()
+        lasted_s = [
+            now_s - each.down_since_s
+            for each in self.replicas.values()
+            if each.state == "down"
+            and only in (None, each.name)
+            and (model is None or not each.models or model in each.models)
+        ]
+        return max(min(math.ceil(min(lasted_s, default=0.0)), MAX_RETRY_AFTER_S), 1)
 
     def taking(self) -> list[Replica]:
         """Replicas that take requests, whatever they serve."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -118,6 +119,11 @@ def test_without_a_replica_the_error_says_so(served: Served, client: openai.Open
         with pytest.raises(openai.InternalServerError) as nobody:
             ask(client)
         assert nobody.value.status_code == 503 and nobody.value.code == "no_replica"
+    told_s = int(nobody.value.response.headers["retry-after"])
+    began_s = time.monotonic()
+    with pytest.raises(openai.InternalServerError):
+        ask(client.with_options(max_retries=1))
+    assert time.monotonic() - began_s >= told_s  # by itself it waits for half a second
 
 
 @pytest.mark.parametrize("stream", [False, True])

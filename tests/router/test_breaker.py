@@ -505,3 +505,19 @@ def check(made: Made) -> None:
     assert bool(served) == any(
         each.state not in ("down", "sleeping", "draining") for each in members
     )
+
+
+def test_an_outage_is_retried_after_as_long_again_as_it_has_lasted_within_bounds() -> None:
+    made = Made("a", "b")
+    made["a"].failed("gone")
+    said = []
+    for passed_s in (0.2, 4.0, 20.0, 3600.0):
+        made.clock.now_s += passed_s
+        said.append(made.fleet.retry_after_s("sim", only="a"))
+    assert said == [1, 5, 25, 30]
+    made["b"].failed("gone")
+    assert made.fleet.retry_after_s("sim") == 1  # the younger outage may be over first
+    made["a"].failed("still gone")
+    assert made.fleet.retry_after_s("sim", only="a") == 30
+    made["b"].passed(sleeping=True)  # nobody knows when it will be woken
+    assert made.fleet.retry_after_s("sim", only="b") == 1

@@ -190,6 +190,7 @@ async def test_connections_beyond_the_limit_are_told_so_and_closed() -> None:
                 third.send(post(chat()))
                 answer = await third.answer()
                 assert (answer.status, answer.code) == (503, "too_many_connections")
+                assert answer.headers["retry-after"] == "1"
                 assert answer.closes
                 third.writer.write_eof()
                 assert await third.ended() == b""

@@ -354,6 +354,7 @@ async def test_more_than_max_inflight_is_refused_and_nothing_leaks() -> None:
                 await asyncio.sleep(0.005)
         refused = await running.post(chat())
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "gateway_overloaded")
+        assert refused.headers["retry-after"] == "1"
         release.set()
         assert [each.status_code for each in await asyncio.gather(*held)] == [200, 200]
         await running.becomes_idle()
@@ -393,6 +394,7 @@ async def test_no_replica_at_all_is_503_not_404() -> None:
     async with running_gateway(f"http://127.0.0.1:{closed_port()}") as running:
         answer = await running.post(chat())
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
         ready = await running.client.get("/readyz")
         assert ready.status_code == 503
         (state,) = ready.json()["replicas"].values()
