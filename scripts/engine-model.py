@@ -1,7 +1,8 @@
-"""Convert and check the engine's model; run by install-engine with the engine's own Python.
+"""Convert and check what the engine runs; called by install-engine with the engine's own Python.
 
 engine-model.py convert WEIGHTS.gguf OUT
 engine-model.py check MODEL
+engine-model.py check-lmcache
 """
 
 from __future__ import annotations
@@ -48,6 +49,21 @@ def check(model: Path) -> None:
     require(rendered.endswith(wanted), f"the chat template renders {rendered!r}")
 
 
+def check_lmcache() -> None:
+    """Fail unless LMCache and its numpy come from this environment and vLLM takes the connector."""
+    import lmcache.cli.main
+    import numpy
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.platforms import current_platform
+
+    for module in (lmcache, numpy):
+        file = Path(str(module.__file__))
+        require(file.is_relative_to(sys.prefix), f"{module.__name__} comes from {file}")
+    require(current_platform.is_cpu(), f"vLLM chose {current_platform.device_type}, not the CPU")
+    connector = KVConnectorFactory.get_connector_class_by_name("LMCacheMPConnector")
+    require(connector.__module__.startswith("lmcache."), f"the connector is {connector}")
+
+
 def check_files(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     shape = (
@@ -73,5 +89,7 @@ if __name__ == "__main__":
             convert(Path(gguf), Path(out))
         case ["check", model]:
             check(Path(model))
+        case ["check-lmcache"]:
+            check_lmcache()
         case _:
             sys.exit(__doc__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import time
 from http.client import HTTPException
 from pathlib import Path
@@ -20,10 +19,10 @@ from loadgen.engine.launch import (
     replica_command,
     replica_environment,
 )
+from loadgen.engine.supervisor import supervised
 
 START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 40.0
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _LOG_LINES = 30
 _POLL_S = 0.25
 # No proxy: everything here is on this machine.
@@ -70,11 +69,7 @@ class Replica:
         environment = replica_environment(self._options)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(SUPERVISOR),
-                    *replica_command(self._engine, self._ports, self._options),
-                ],
+                supervised(replica_command(self._engine, self._ports, self._options)),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

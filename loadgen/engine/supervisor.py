@@ -1,12 +1,13 @@
 """Run a command so that nothing of it outlives the process that asked for it.
 
-    python supervisor.py COMMAND...
-
 Ends the command and everything it started when standard input closes, which the kernel does
 however the parent died, or on SIGTERM: first SIGTERM to the command, then SIGKILL to all of its
 descendants, also those that left its process group. The line `kill` skips the SIGTERM. The
-command gets a temporary folder (TMPDIR) that is removed at the end. Exits with the command's
-status, or 128 + the signal that ended it.
+command gets a temporary folder (TMPDIR) that is removed at the end, and so is what it left in
+/dev/shm. Exits with the command's status, or 128 + the signal that ended it.
+
+Two processes do this, a supervisor and a guard above it, so that either may be killed. What they
+import is the standard library's and `shared_memory`: they are started without site-packages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,35 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from loadgen.engine.shared_memory import SharedMemoryWatch, descendants
 
 GRACE_S = 10.0
 TRACKER_GRACE_S = 3.0
+# Longer than a supervisor that is orderly needs for its end.
+GUARD_GRACE_S = 2 * GRACE_S + 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
+_PACKAGES = str(Path(__file__).resolve().parents[2])
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from loadgen.engine.supervisor import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def supervised(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` so; start it with stdin=PIPE and keep that open."""
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, _PACKAGES, *command]
 
 
 def set_process_option(option: int, value: int) -> None:
@@ -33,32 +52,23 @@ def set_process_option(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def watch(child: subprocess.Popen[bytes]) -> bool:
-    """Wait for the command's end or an order to end it; True when it may have its grace."""
-    ended = os.pidfd_open(child.pid)
-    try:
-        while True:
-            ready, _, _ = select.select([0, ended], [], [])
-            if ended in ready:
-                return False
-            order = os.read(0, 4096)
-            if not order:
-                return True
-            if b"kill\n" in order:
-                return False
-    finally:
-        os.close(ended)
-
-
 def end(child: subprocess.Popen[bytes], gently: bool) -> None:
+    """End the command, then everything else below this process."""
     if gently and child.poll() is None:
         child.terminate()
         try:
             child.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             print("supervisor: SIGTERM was not enough", file=sys.stderr)
-    # Being the subreaper, this process inherits every orphan below it: when the kernel says that
-    # it has no children, nothing is left.
+    kill_descendants(child)
+
+
+def kill_descendants(child: subprocess.Popen[bytes] | None) -> None:
+    """SIGKILL until nothing is left below this process.
+
+    Being the subreaper, it inherits every orphan: when the kernel says that it has no children,
+    nothing is left.
+    """
     began_s = time.monotonic()
     while reap(child):
         waited_s = time.monotonic() - began_s
@@ -79,22 +89,7 @@ def is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def descendants(root: int) -> list[int]:
-    """The processes below `root`; one whose parent is just dying may be overlooked."""
-    below: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = stat.read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue
-        below.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = below.get(root, [])
-    for pid in found:
-        found += below.get(pid, [])
-    return found
-
-
-def reap(child: subprocess.Popen[bytes]) -> bool:
+def reap(child: subprocess.Popen[bytes] | None) -> bool:
     """Collect what has died, the command through its Popen; whether any child is left."""
     while True:
         try:
@@ -103,35 +98,100 @@ def reap(child: subprocess.Popen[bytes]) -> bool:
             return False
         if ended is None:
             return True
-        if ended.si_pid == child.pid:
+        if child is not None and ended.si_pid == child.pid:
             child.wait()
         else:
             os.waitpid(ended.si_pid, 0)
 
 
-def main(command: list[str]) -> int:
-    def stop(_signum: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+def stop(_signum: int, _frame: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+def watch(child: subprocess.Popen[bytes], guarded: int, memory: SharedMemoryWatch) -> bool:
+    """Wait for the command's end or an order to end it; True when it may have its grace."""
+    ended = os.pidfd_open(child.pid)
+    try:
+        while True:
+            ready, _, _ = select.select([0, ended, guarded, memory.fd], [], [])
+            if memory.fd in ready:
+                memory.note()
+            if ended in ready:
+                return False
+            if guarded in ready:
+                return True
+            if 0 in ready:
+                order = os.read(0, 4096)
+                if not order or b"kill\n" in order:
+                    return not order
+    finally:
+        os.close(ended)
+
+
+def supervise(command: list[str], scratch: str, guarded: int) -> int:
+    """Run the command until its end; `guarded` becomes readable when the guard is gone."""
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
-    with tempfile.TemporaryDirectory(prefix="kvroute-engine-") as scratch:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": scratch},
-            start_new_session=True,
-            # For the one case this process cannot handle: its own SIGKILL.
-            preexec_fn=lambda: set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL),
-        )
-        gently = True
-        try:
-            gently = watch(child)
-        finally:
-            end(child, gently)
+    memory = SharedMemoryWatch()
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": scratch},
+        start_new_session=True,
+        # For the one case this process cannot handle: its own SIGKILL.
+        preexec_fn=lambda: set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+    gently = True
+    try:
+        gently = watch(child, guarded, memory)
+    finally:
+        memory.note()
+        end(child, gently)
+        memory.remove()
+        shutil.rmtree(scratch, ignore_errors=True)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def stand_guard(supervisor: int, memory: SharedMemoryWatch, limit_s: float | None) -> int | None:
+    """Wait for the supervisor's end; its exit status, 128 + the signal that ended it, or None."""
+    ended = os.pidfd_open(supervisor)
+    while ready := select.select([ended, memory.fd], [], [], limit_s)[0]:
+        if ended in ready:
+            code = os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1])
+            return code if code >= 0 else 128 - code
+        memory.note()
+    return None
+
+
+def guard(supervisor: int, hold: int, scratch: str, memory: SharedMemoryWatch) -> int:
+    """See the supervisor through; closing `hold` tells it to end."""
+    # Orders are for the supervisor alone.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    status: int | None = 128 + signal.SIGTERM
+    try:
+        status = stand_guard(supervisor, memory, None)
+    except SystemExit:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.close(hold)
+        status = stand_guard(supervisor, memory, GUARD_GRACE_S)
+    finally:
+        memory.note()
+        kill_descendants(None)
+        memory.remove()
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 128 + signal.SIGKILL if status is None else status
+
+
+def main(command: list[str]) -> int:
+    """Run the command to its end; its exit status."""
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_process_option(PR_SET_CHILD_SUBREAPER, 1)
+    scratch = tempfile.mkdtemp(prefix="kvroute-engine-")
+    memory = SharedMemoryWatch()
+    watched, hold = os.pipe()
+    supervisor = os.fork()
+    if not supervisor:
+        os.close(hold)
+        return supervise(command, scratch, watched)
+    os.close(watched)
+    return guard(supervisor, hold, scratch, memory)

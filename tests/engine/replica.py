@@ -13,7 +13,7 @@ from loadgen.engine.launch import (
     ReplicaOptions,
     free_ports,
 )
-from loadgen.engine.replica import START_DEADLINE_S, SUPERVISOR, Replica, metric
+from loadgen.engine.replica import START_DEADLINE_S, Replica, metric
 
 __all__ = [
     "BLOCKS",
@@ -22,7 +22,6 @@ __all__ = [
     "ENVIRONMENT",
     "MODEL",
     "START_DEADLINE_S",
-    "SUPERVISOR",
     "TOPIC",
     "Replica",
     "ReplicaError",
