@@ -104,7 +104,7 @@ class Call:
     def begin(self, status: int, *, is_events: bool) -> None:
         """An answer's head is about to be sent; `is_events`: it is a stream of server-sent events.
 
-        From here on `tail` is how it ends so far.
+        From here on `tail` is the last piece of it that was sent.
         """
         self.status = status
         self.started = True

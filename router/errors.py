@@ -44,6 +44,8 @@ class Shape(StrEnum):
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
+    RESPONSES = "responses"
+    """As OpenAI's, but that a stream's error event is one of its numbered events."""
 
 
 _ANTHROPIC_TYPES = {
@@ -107,6 +109,14 @@ class RequestError(KvrouteError):
         except orjson.JSONEncodeError:
             self.message = self.message.encode("utf-8", "replace").decode()
             return orjson.dumps(self.payload(shape, request_id))
+
+    def event(self, shape: Shape, request_id: str, number: int) -> bytes:
+        """The server-sent event that ends a stream; `number` is its place among the events."""
+        data = self.body(shape, request_id)
+        if shape is Shape.RESPONSES:
+            fields = self.payload(shape, request_id)["error"]
+            data = orjson.dumps({**fields, "sequence_number": number, "type": "error"})
+        return b"event: error\ndata: %b\n\n" % data
 
 
 class InvalidRequest(RequestError):

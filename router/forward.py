@@ -20,6 +20,7 @@ from router.wire import HOP_BY_HOP, forwarded, header
 
 logger = logging.getLogger("kvroute.forward")
 
+_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
 
 
@@ -78,7 +79,7 @@ class Forwarder:
         if b"cached_tokens" in chunk:
             self._compare(chunk, plan, placement)
         ended = exchange.ended
-        call.tail = chunk[-2:] or call.tail
+        call.tail = chunk or call.tail
         await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
         return not ended
 
@@ -119,7 +120,8 @@ async def cut(call: Call, error: RequestError) -> None:
     """
     if not call.is_events:
         return
-    event = b"event: error\ndata: %b\n\n" % error.body(call.route.shape, call.request_id.decode())
+    number = int(found[-1]) + 1 if (found := _NUMBER.findall(call.tail)) else 0
+    event = error.event(call.route.shape, call.request_id.decode(), number)
     if call.tail and not call.tail.endswith(b"\n\n"):
         event = b"\n\n" + event
     await call.send({"type": "http.response.body", "body": event, "more_body": True})

@@ -55,7 +55,10 @@ def _model(*paths: str, shape: Shape = Shape.OPENAI) -> list[Route]:
 
 def _object(path: str, *, makes: bool = True) -> Route:
     summary = "Answered by the replica that made the object."
-    return Route(path, Kind.OBJECT, summary, methods=ANY_METHOD, makes=makes, repeatable=False)
+    shape = Shape.RESPONSES if path.startswith(RESPONSES_PATH) else Shape.OPENAI
+    return Route(
+        path, Kind.OBJECT, summary, methods=ANY_METHOD, shape=shape, makes=makes, repeatable=False
+    )
 
 
 OTHER = Route("/v1/{rest:path}", Kind.OTHER, "Passed to a replica as it is.",
@@ -66,7 +69,7 @@ ROUTES: tuple[Route, ...] = (
     Route(CHAT_PATH, Kind.GENERATE, "Chat completion; the body goes to a replica unchanged."),
     Route(COMPLETIONS_PATH, Kind.GENERATE, "Text completion; the same."),
     Route(RESPONSES_PATH, Kind.GENERATE, "Response; one that continues another goes to its owner.",
-          makes=True, token_mark=b".delta"),
+          shape=Shape.RESPONSES, makes=True, token_mark=b".delta"),
     Route(MESSAGES_PATH, Kind.GENERATE, "Anthropic message.", shape=Shape.ANTHROPIC,
           token_mark=b"content_block_delta"),
     *_model("/v1/messages/count_tokens", shape=Shape.ANTHROPIC),

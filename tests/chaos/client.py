@@ -73,14 +73,20 @@ def address(url: str) -> tuple[str, int]:
     return parts.hostname or "", parts.port or 80
 
 
-async def ask(url: str, body: bytes, answer: Answer | None = None, extra: str = "") -> Answer:
+async def ask(
+    url: str,
+    body: bytes,
+    answer: Answer | None = None,
+    extra: str = "",
+    path: str = "/v1/chat/completions",
+) -> Answer:
     """The answer to one request on a connection of its own. Raises TimeoutError if it hangs."""
     answer = answer or Answer()
     started_s = time.perf_counter()
     async with asyncio.timeout(DEADLINE_S):
         reader, writer = await asyncio.open_connection(*address(url))
         try:
-            writer.write(head(body, extra=extra) + body)
+            writer.write(head(body, path, extra) + body)
             await read_answer(reader, answer)
         finally:
             answer.seconds = time.perf_counter() - started_s
