@@ -22,7 +22,7 @@ def admin_routes(
     settings: Settings, fleet: Fleet, make: Callable[[ReplicaConfig], Replica]
 ) -> APIRouter:
     """The routes; `make` makes a replica that has not been probed yet."""
-    router = APIRouter(prefix="/admin/replicas", dependencies=[Depends(_guard(settings))])
+    router = APIRouter(prefix="/admin/replicas", dependencies=[Depends(guard(settings))])
 
     def named(name: str) -> Replica:
         replica = fleet.replicas.get(name)
@@ -89,8 +89,10 @@ def _state(replica: Replica) -> dict[str, Any]:
     return {"name": replica.name, **replica.describe()}
 
 
-def _guard(settings: Settings) -> Callable[[Request], Awaitable[None]]:
-    async def guard(request: Request) -> None:
+def guard(settings: Settings) -> Callable[[Request], Awaitable[None]]:
+    """Lets a request pass that carries the admin token. Raises AdminOff, BadToken."""
+
+    async def check(request: Request) -> None:
         if settings.admin_token is None:
             raise AdminOff("The /admin routes are off; the setting `admin_token` enables them.")
         given = request.headers.get("authorization", "").encode("latin-1")
@@ -98,7 +100,7 @@ def _guard(settings: Settings) -> Callable[[Request], Awaitable[None]]:
         if not compare_digest(given, wanted):
             raise BadToken("Send `Authorization: Bearer` with the gateway's admin_token.")
 
-    return guard
+    return check
 
 
 async def _read_config(request: Request) -> ReplicaConfig:

@@ -18,6 +18,7 @@ from router.admin import admin_routes
 from router.clients import CLIENTS_KEY, Clients
 from router.config import Settings
 from router.control import control_routes
+from router.decisions import decision_routes
 from router.envelope import Envelope, declare_errors
 from router.errors import MethodNotAllowed
 from router.gateway import Gateway, Index
@@ -66,6 +67,7 @@ def create_app(settings: Settings, index: Index | None = None) -> HotPath:
     app.include_router(control_routes(gateway))
     make = partial(Replica.from_config, settings=settings)
     app.include_router(admin_routes(settings, gateway.fleet, make))
+    app.include_router(decision_routes(settings, gateway.receipts, gateway.explainer))
     for route in ROUTES:
         _declare(app, gateway.relay, route)
     declare_errors(app)

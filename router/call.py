@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from router.errors import ClientGone, RequestError
 from router.placement import Placement
+from router.policy import Choice, Snapshot
 from router.routes import Route
 from router.upstream import Exchange, Headers
 from router.wire import Receive, Scope, Send, request_id
+
+if TYPE_CHECKING:
+    from router.planning import Plan
 
 T = TypeVar("T")
 
@@ -30,6 +34,16 @@ class Connection(Protocol):
         ...
 
 
+class Attempt(NamedTuple):
+    """A decision that came to nothing: its replica was unavailable, or refused."""
+
+    snapshot: Snapshot
+    choice: Choice
+    on_trial: bool
+    outcome: str
+    reason: str
+
+
 class Call:
     """Shared by the relay's steps and the two callbacks that may end a request early.
 
@@ -45,18 +59,27 @@ class Call:
         "_timer",
         "_watcher",
         "arrived_at_s",
+        "attempts",
+        "cached_tokens",
+        "engine_prompt_tokens",
+        "error_code",
         "exchange",
         "expired",
+        "first_byte_at_s",
+        "first_token_s",
         "gone",
         "headers",
         "is_events",
         "method",
         "object_id",
+        "on_trial",
         "path",
         "placement",
+        "plan",
         "receive",
         "request_id",
         "route",
+        "routing_s",
         "send",
         "started",
         "started_at_s",
@@ -94,6 +117,16 @@ class Call:
         self.is_events = False
         self.tail = b""
         self.expired: RequestError | None = None
+        # What a receipt says besides.
+        self.plan: Plan | None = None
+        self.attempts: tuple[Attempt, ...] = ()
+        self.on_trial = False
+        self.routing_s = 0.0
+        self.first_byte_at_s = 0.0
+        self.first_token_s: float | None = None
+        self.cached_tokens: int | None = None
+        self.engine_prompt_tokens: int | None = None
+        self.error_code = ""
         self._interruptible = False
         self._loop = loop
         self._task = asyncio.current_task(loop)

@@ -225,6 +225,9 @@ class Settings(BaseSettings):
         Field(description="a request without a `traceparent` header gets one, marked as sampled"),
     ] = True
     access_log: Annotated[bool, Field(description="one JSON line per request")] = False
+    receipts: Annotated[
+        int, Field(ge=0, le=100_000, description="requests whose decision can be explained; 0: off")
+    ] = 1000
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="least level logged")
     ] = "info"

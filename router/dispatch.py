@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from router.breaker import Outcome, State
 from router.budget import RetryBudget
-from router.call import Call
+from router.call import Attempt, Call
 from router.config import Settings
 from router.errors import NoReplica, RequestDropped, UpstreamUnavailable
 from router.forward import Forwarder
@@ -75,8 +75,9 @@ class Dispatcher:
         while True:
             call.check()
             replicas = self._candidates(plan, tried, last)
-            choices = replicas if tried or not plan.repeatable else _on_trial(replicas) or replicas
-            placement = self._placer.place(plan.prompt, choices, plan.matched, plan.rank)
+            choices = replicas if tried else first_choices(plan, replicas)
+            placement = self._placer.place(plan.prompt, choices, plan.matched.tokens, plan.rank)
+            call.on_trial = choices is not replicas
             call.placement = placement
             replica = placement.replica
             rank_load = self._load.rank(replica.name, placement.rank)
@@ -87,13 +88,13 @@ class Dispatcher:
                         await self._forwarder.forward(call, plan, head, ticket)
                         return
                     replica.report(Outcome.of_status(head.status))
-                    last = self._failed(replica, "refused", f"status {head.status}")
+                    last = self._failed(call, placement, "refused", f"status {head.status}")
                 except UpstreamUnavailable as error:
                     call.check()
                     if call.exchange is not None:
                         cuts += 1
                         replica.report(Outcome.CUT)
-                    last = self._failed(replica, "unavailable", str(error))
+                    last = self._failed(call, placement, "unavailable", str(error))
                     if call.exchange is not None and not await self._again(plan, replica, cuts):
                         raise RequestDropped(cuts, last) from error
                 finally:
@@ -212,11 +213,20 @@ class Dispatcher:
     def _elsewhere(self, plan: Plan, replica: Replica) -> bool:
         return plan.only is None and self._planner.others(plan.model, replica.name)
 
-    def _failed(self, replica: Replica, kind: str, reason: str) -> str:
-        """Count and log it; the same as a sentence."""
+    def _failed(self, call: Call, placement: Placement, kind: str, reason: str) -> str:
+        """Count, log and note it; the same as a sentence."""
+        replica = placement.replica
+        call.attempts += (
+            Attempt(placement.snapshot, placement.choice, call.on_trial, kind, reason),
+        )
         self._metrics.upstream_failures.add(1, replica.name, kind)
         logger.warning("replica %s: %s: %s", replica.name, kind, reason)
         return f"Replica {replica.name!r} failed: {reason}"
+
+
+def first_choices(plan: Plan, replicas: Sequence[Replica]) -> Sequence[Replica]:
+    """Of the replicas that may serve a request, those it is first placed among."""
+    return (_on_trial(replicas) or replicas) if plan.repeatable else replicas
 
 
 def _on_trial(replicas: Sequence[Replica]) -> Sequence[Replica]:

@@ -8,6 +8,7 @@ KvrouteError
 |   +-- AdminOff           403
 |   +-- NotFound           404
 |   +-- NoSuchReplica      404
+|   +-- NoReceipt          404
 |   +-- MethodNotAllowed   405
 |   +-- ReplicaExists      409
 |   +-- BadHttp            400  (these four are answered by the connection, before any route)
@@ -208,6 +209,23 @@ class NoSuchReplica(RequestError):
     def __init__(self, name: str, known: Sequence[str]) -> None:
         listed = ", ".join(repr(each) for each in known) or "none"
         super().__init__(f"No replica is named {name[:200]!r}. Replicas: {listed}.", param="name")
+
+
+class NoReceipt(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "receipt_not_found"
+
+    def __init__(self, request_id: str, limit: int) -> None:
+        if limit:
+            message = (
+                f"No receipt of the request {request_id[:128]!r}: this gateway keeps those of its "
+                f"last {limit:,} requests (setting `receipts`). It may be older, or another "
+                "gateway's; GET /admin/decisions lists what is kept."
+            )
+        else:
+            message = "No receipts are kept here (setting `receipts` is 0)."
+        super().__init__(message, param="request_id")
 
 
 class ReplicaExists(RequestError):

@@ -22,6 +22,9 @@ logger = logging.getLogger("kvroute.forward")
 
 _NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
+USAGE_BYTES = 512
+"""Of a usage object, its prompt's length stands at most so far before its cached tokens."""
 
 
 class Forwarder:
@@ -49,6 +52,7 @@ class Forwarder:
         await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
         try:
             chunk = await exchange.read(self._settings.idle_timeout_s)
+            call.first_byte_at_s = time.perf_counter()
             if outcome is not Outcome.SERVER_ERROR:
                 replica.began()
             streaming = plan.streaming and head.status == 200
@@ -77,7 +81,7 @@ class Forwarder:
         """Send one piece on; whether there will be more."""
         call.check()
         if b"cached_tokens" in chunk:
-            self._compare(chunk, plan, placement)
+            self._compare(chunk, call, plan, placement)
         ended = exchange.ended
         call.tail = chunk or call.tail
         await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
@@ -89,18 +93,25 @@ class Forwarder:
         if streaming and call.placement is not None:
             elapsed_s = time.perf_counter() - call.arrived_at_s
             self._metrics.ttft_s.observe(elapsed_s, call.placement.replica.name)
-            call.placement.replica.began(time.monotonic() - ticket.placed_at_s)
+            call.first_token_s = time.monotonic() - ticket.placed_at_s
+            call.placement.replica.began(call.first_token_s)
 
     async def _learn_owner(self, chunk: bytes, placement: Placement) -> None:
         for made in object_ids(chunk):
             await self._owners.put(made, placement.replica.name)
 
-    def _compare(self, chunk: bytes, plan: Plan, placement: Placement) -> None:
+    def _compare(self, chunk: bytes, call: Call, plan: Plan, placement: Placement) -> None:
         """What the engine says it reused, against what was predicted."""
         found = _CACHED_TOKENS.findall(chunk)
-        if not found or plan.prompt.token_ids is None:
+        if not found:
             return
-        cached = int(found[-1])
+        call.cached_tokens = cached = int(found[-1])
+        at = chunk.rfind(b'"cached_tokens"')
+        lengths = _PROMPT_TOKENS.findall(chunk, max(at - USAGE_BYTES, 0), at)
+        if lengths:
+            call.engine_prompt_tokens = int(lengths[-1])
+        if plan.prompt.token_ids is None:
+            return
         self._metrics.cached_tokens.add(cached)
         over = placement.matched_tokens - cached
         if over:
@@ -118,6 +129,7 @@ async def cut(call: Call, error: RequestError) -> None:
 
     The server aborts the transfer of an answer that is left unfinished.
     """
+    call.error_code = error.code
     if not call.is_events:
         return
     number = int(found[-1]) + 1 if (found := _NUMBER.findall(call.tail)) else 0

@@ -19,6 +19,7 @@ from router.clients import Clients
 from router.config import Settings
 from router.discovery import DnsDiscovery, dns_names, static_replicas
 from router.dispatch import Dispatcher
+from router.explainer import Explainer
 from router.forward import Forwarder
 from router.health import Prober
 from router.identify import Identifier, load_tokenizers
@@ -30,6 +31,7 @@ from router.owners import Owners
 from router.placement import Placer, PrefixIndex
 from router.planning import Planner
 from router.policy import POLICIES
+from router.receipts import Receipts
 from router.relay import Relay
 from router.replicas import Fleet, Replica
 
@@ -82,6 +84,8 @@ class Gateway:
     prober: Prober
     relay: Relay
     clients: Clients
+    receipts: Receipts
+    explainer: Explainer
 
     @classmethod
     def build(cls, settings: Settings, index: Index | None = None) -> Gateway:
@@ -129,7 +133,8 @@ class Gateway:
         planner = Planner(settings, fleet, catalogue, placer, identifier, owners)
         forwarder = Forwarder(settings, metrics, owners)
         dispatcher = Dispatcher(settings, planner, placer, load, forwarder, metrics)
-        relay = Relay(settings, planner, dispatcher, metrics)
+        receipts = Receipts(settings.receipts)
+        relay = Relay(settings, planner, dispatcher, metrics, receipts)
         clients = Clients(settings, registry)
         return cls(
             settings=settings,
@@ -146,6 +151,8 @@ class Gateway:
             prober=prober,
             relay=relay,
             clients=clients,
+            receipts=receipts,
+            explainer=Explainer(settings, fleet, planner, placer, receipts, index.sources),
         )
 
     @property

@@ -65,10 +65,13 @@ class Identifier:
         """The prompt with its token ids, or with an estimated length alone. Never raises."""
         base = replicas[0].models[request.model].base
         source, ids = await self._token_ids(request, base, replicas, headers, body_bytes)
-        self._metrics.prompts.add(1, source)
         tokens = len(ids) // 4 if ids is not None else body_bytes // BYTES_PER_TOKEN_GUESS
-        self._metrics.prompt_tokens.add(tokens)
-        return Prompt(request.model, request.salt, ids, tokens)
+        return Prompt(request.model, request.salt, ids, tokens, source)
+
+    def count(self, prompt: Prompt) -> None:
+        """Count the prompt of a request that is going to be sent."""
+        self._metrics.prompts.add(1, prompt.source)
+        self._metrics.prompt_tokens.add(prompt.tokens)
 
     async def _token_ids(
         self,

@@ -178,7 +178,7 @@ class FleetLoad:
         self._ranks: dict[tuple[str, int], RankLoad] = {}
         self.mean_prefill_s = 0.0
         self._inflight: dict[str, Inflight] = {}
-        self._turns = itertools.count()
+        self.turn = 0
 
     def rank(self, replica: str, rank: int) -> RankLoad:
         """The load of one rank, known or new."""
@@ -207,8 +207,10 @@ class FleetLoad:
         self.mean_prefill_s += weight * (cost_s - self.mean_prefill_s)
 
     def next_turn(self) -> int:
-        """A counter over decisions, for policies that go round."""
-        return next(self._turns)
+        """A counter over decisions, for policies that go round; `turn` is the next one's."""
+        turn = self.turn
+        self.turn = turn + 1
+        return turn
 
     def ranks(self) -> dict[tuple[str, int], RankLoad]:
         """All ranks seen so far, for metrics."""

@@ -11,7 +11,7 @@ from cache_index.blocks import chain_packed
 from cache_index.identity import ModelIdentity, Root
 from cache_index.types import Holder
 from router.load import FleetLoad
-from router.policy import Candidate, Policy, Snapshot
+from router.policy import Candidate, Choice, Policy, Snapshot
 from router.replicas import Replica
 
 BYTES_PER_TOKEN_GUESS = 4
@@ -28,12 +28,35 @@ class PrefixIndex(Protocol):
 
 
 class Prompt(NamedTuple):
-    """A prompt to be placed; `token_ids` are packed u32, None when unknown."""
+    """A prompt to be placed; `token_ids` are packed u32, None when unknown.
+
+    `source` says how they were had: given, local, replica or none.
+    """
 
     model: str
     salt: str
     token_ids: bytes | None
     tokens: int
+    source: str = "none"
+
+
+class RootMatch(NamedTuple):
+    """What the index said of one root: base units from the start, for each holder of any tier."""
+
+    base: str
+    adapter: str
+    root: int
+    units: Mapping[Holder, int]
+
+
+class Match(NamedTuple):
+    """Tokens credited by (replica, rank), and what that was read from."""
+
+    tokens: Mapping[tuple[str, int], int]
+    roots: Sequence[RootMatch]
+
+
+NO_MATCH = Match({}, ())
 
 
 class Placement(NamedTuple):
@@ -43,7 +66,8 @@ class Placement(NamedTuple):
     rank: int
     matched_tokens: int
     uncached_tokens: int
-    scores: tuple[float, ...]
+    snapshot: Snapshot
+    choice: Choice
 
 
 class Placer:
@@ -66,22 +90,25 @@ class Placer:
         self._running_share = running_share
         self._random = random
 
-    def match(self, prompt: Prompt, replicas: Collection[Replica]) -> dict[tuple[str, int], int]:
+    def match(self, prompt: Prompt, replicas: Collection[Replica]) -> Match:
         """Matched tokens by (replica, rank); empty where nothing is known.
 
         The last token is never matched: an engine computes at least one, so a prompt that is
         cached whole is a hit of one block less.
         """
         if prompt.token_ids is None or prompt.tokens <= self._unit_tokens:
-            return {}
+            return NO_MATCH
         matched: dict[tuple[str, int], int] = {}
+        roots: list[RootMatch] = []
         for base, adapter in {self._identity(replica, prompt.model) for replica in replicas}:
             root = _root(base, adapter, prompt.salt)
             hashes = chain_packed(root, prompt.token_ids[:-4], self._unit_tokens)
-            for holder, units in self._index.match(root, hashes).items():
+            held = self._index.match(root, hashes)
+            roots.append(RootMatch(base, adapter, root, held))
+            for holder, units in held.items():
                 if holder.tier == DEVICE_TIER:
                     matched[holder.replica, holder.rank] = units * self._unit_tokens
-        return matched
+        return Match(matched, roots)
 
     def place(
         self,
@@ -91,6 +118,35 @@ class Placer:
         only_rank: int | None = None,
     ) -> Placement:
         """Choose among the ranks of `replicas`, which must not be empty."""
+        turn, draw = self._load.next_turn(), self._random.random()
+        placement = self._choose(prompt, replicas, matched, only_rank, turn, draw)
+        chosen = placement.snapshot.candidates[placement.choice.chosen]
+        cost_s = chosen.prefill_fixed_s + placement.uncached_tokens * chosen.prefill_s_per_token
+        self._load.placed(cost_s)
+        return placement
+
+    def preview(
+        self,
+        prompt: Prompt,
+        replicas: Sequence[Replica],
+        matched: Mapping[tuple[str, int], int],
+        only_rank: int | None = None,
+    ) -> Placement:
+        """What `place` would choose now; nothing is counted, learned or drawn by it."""
+        state = self._random.getstate()
+        draw = self._random.random()
+        self._random.setstate(state)
+        return self._choose(prompt, replicas, matched, only_rank, self._load.turn, draw)
+
+    def _choose(
+        self,
+        prompt: Prompt,
+        replicas: Sequence[Replica],
+        matched: Mapping[tuple[str, int], int],
+        only_rank: int | None,
+        turn: int,
+        draw: float,
+    ) -> Placement:
         ranks = [
             (replica, rank)
             for replica in replicas
@@ -103,16 +159,15 @@ class Placer:
                 self._candidate(replica, rank, matched.get((replica.name, rank), 0))
                 for replica, rank in ranks
             ),
-            turn=self._load.next_turn(),
-            draw=self._random.random(),
+            turn=turn,
+            draw=draw,
             running_cost_s=self._running_share * self._load.mean_prefill_s,
         )
         choice = self._policy(snapshot)
         chosen = snapshot.candidates[choice.chosen]
         uncached = max(prompt.tokens - chosen.matched_tokens, 1)
-        self._load.placed(chosen.prefill_fixed_s + uncached * chosen.prefill_s_per_token)
         replica, rank = ranks[choice.chosen]
-        return Placement(replica, rank, chosen.matched_tokens, uncached, choice.scores)
+        return Placement(replica, rank, chosen.matched_tokens, uncached, snapshot, choice)
 
     @staticmethod
     def _identity(replica: Replica, model: str) -> tuple[str, str]:

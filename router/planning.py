@@ -16,7 +16,7 @@ from router.config import Settings
 from router.errors import InvalidRequest, NoReplica, OwnerGone, PinRefused
 from router.identify import Identifier
 from router.owners import Owners
-from router.placement import BYTES_PER_TOKEN_GUESS, Placer, Prompt
+from router.placement import BYTES_PER_TOKEN_GUESS, NO_MATCH, Match, Placer, Prompt
 from router.prompt import Request, load_object, parse_request
 from router.replicas import Fleet, Replica
 from router.routes import Kind
@@ -29,24 +29,27 @@ OWNING_FIELDS = ("previous_response_id", "input_file_id")
 
 
 class Pin(NamedTuple):
-    """The replica, and perhaps the rank, that a request insists on."""
+    """The replica, and perhaps the rank, that a request insists on, and by what."""
 
     replica: str
     rank: int | None
+    reason: str
 
 
 class Plan(NamedTuple):
-    """A request that can be sent. `only` names the one replica it belongs to."""
+    """A request that can be sent. `only` names the one replica it belongs to, and `reason` why."""
 
     model: str | None
     body: bytes
     upload: Upload | None
     prompt: Prompt
-    matched: Mapping[tuple[str, int], int]
+    matched: Match
     streaming: bool
     repeatable: bool
     only: str | None
     rank: int | None
+    reason: str
+    generates: bool
 
 
 class Planner:
@@ -71,7 +74,7 @@ class Planner:
     async def plan(self, call: Call, arrived: Callable[[Call], None]) -> Plan:
         """The plan of a request whose body is read here; `arrived` is called once it is.
 
-        Raises RequestError, ClientGone.
+        Nothing is counted by it. Raises RequestError, ClientGone.
         """
         if any(part in (".", "..") for part in call.path.split("/")):
             raise InvalidRequest("The path has a dot segment; name the resource itself.")
@@ -86,6 +89,11 @@ class Planner:
         if route.kind is Kind.GENERATE:
             return await self._plan_generation(call, body)
         return await self._plan_other(call, body)
+
+    def count(self, plan: Plan) -> None:
+        """Count what a plan that is carried out asks for."""
+        if plan.generates:
+            self._identifier.count(plan.prompt)
 
     async def _plan_generation(self, call: Call, body: bytes) -> Plan:
         request = parse_request(call.path, body)
@@ -113,7 +121,8 @@ class Planner:
             named = None  # a field of that name may mean something else on a route we do not know
         self.candidates(named, only.replica if only else None)
         call.watch()
-        return self._made(call, named, body, only, None, {}, fields.get("stream") is True)
+        streaming = fields.get("stream") is True
+        return self._made(call, named, body, only, None, NO_MATCH, streaming)
 
     async def _plan_upload(self, call: Call, upload: Upload) -> Plan:
         model = upload.model
@@ -126,7 +135,7 @@ class Planner:
         self.candidates(model, only.replica if only else None)
         if upload.complete:
             call.watch()
-        plan = self._made(call, model, upload.buffered, only, None, {}, False)
+        plan = self._made(call, model, upload.buffered, only, None, NO_MATCH, False)
         return plan._replace(upload=upload, repeatable=plan.repeatable and upload.complete)
 
     def _made(
@@ -136,7 +145,7 @@ class Planner:
         body: bytes,
         only: Pin | None,
         prompt: Prompt | None,
-        matched: Mapping[tuple[str, int], int],
+        matched: Match,
         streaming: bool,
     ) -> Plan:
         guessed = Prompt(model or "", "", None, len(body) // BYTES_PER_TOKEN_GUESS)
@@ -150,6 +159,8 @@ class Planner:
             repeatable=call.route.repeatable or call.method == "GET",
             only=only.replica if only else None,
             rank=only.rank if only else None,
+            reason=only.reason if only else "",
+            generates=prompt is not None,
         )
 
     def _resolve(self, request: Request, body: bytes) -> tuple[Request, bytes]:
@@ -184,11 +195,11 @@ class Planner:
         if pin is not None:
             return self._pinned(pin.decode("latin-1"))
         if call.object_id is not None:
-            return Pin(await self._owner(call.object_id), None)
+            return Pin(await self._owner(call.object_id), None, "it keeps the object")
         for name in OWNING_FIELDS:
             value = fields.get(name)
             if isinstance(value, str) and value and call.route.makes:
-                return Pin(await self._owner(value, name), None)
+                return Pin(await self._owner(value, name), None, f"it keeps the {name}")
         return None
 
     def _pinned(self, value: str) -> Pin:
@@ -204,7 +215,7 @@ class Planner:
             known = ", ".join(sorted(self._fleet.replicas)) or "none"
             message = f"x-kvroute-pin: no replica or rank {value[:200]!r}. Replicas: {known}."
             raise InvalidRequest(message, param="x-kvroute-pin")
-        return Pin(name, rank)
+        return Pin(name, rank, "pinned by x-kvroute-pin")
 
     async def _owner(self, object_id: str, param: str | None = None) -> str:
         """Where an object is. Raises OwnerGone."""

@@ -40,6 +40,7 @@ from router.errors import (
 from router.forward import cut, own_headers
 from router.metrics import Metrics
 from router.planning import Planner
+from router.receipts import Receipts
 from router.routes import Route
 from router.wire import Receive, Scope, Send, header, send_error
 
@@ -57,12 +58,18 @@ class Relay:
     """Serves every data route."""
 
     def __init__(
-        self, settings: Settings, planner: Planner, dispatcher: Dispatcher, metrics: Metrics
+        self,
+        settings: Settings,
+        planner: Planner,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        receipts: Receipts,
     ) -> None:
         self._settings = settings
         self._planner = planner
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._receipts = receipts
         self._inflight = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -78,6 +85,7 @@ class Relay:
             self._loop = asyncio.get_running_loop()
         call = Call(route, scope, receive, send, self._loop)
         self._inflight += 1
+        self._receipts.began(call)
         try:
             await self._serve(call)
         except ClientGone:
@@ -108,8 +116,10 @@ class Relay:
         if not call.body_is_here:
             slow = f"The request body did not arrive within {settings.body_timeout_s:g} s."
             call.arm(settings.body_timeout_s, BodyTimeout(slow))
-        plan = await self._planner.plan(call, self._arrived)
-        self._metrics.routing_s.observe(time.perf_counter() - call.arrived_at_s)
+        call.plan = plan = await self._planner.plan(call, self._arrived)
+        self._planner.count(plan)
+        call.routing_s = time.perf_counter() - call.arrived_at_s
+        self._metrics.routing_s.observe(call.routing_s)
         await self._dispatcher.run(call, plan)
 
     def _arrived(self, call: Call) -> None:
@@ -133,11 +143,13 @@ class Relay:
                     await cut(call, error)
                 else:
                     call.begin(error.status, is_events=False)
+                    call.error_code = error.code
                     shape, request_id = call.route.shape, call.request_id.decode()
                     await send_error(call.send, error, own_headers(call), shape, request_id)
 
     def _account(self, call: Call) -> None:
         self._metrics.requests.add(1, call.route.path, str(call.status))
+        self._receipts.ended(call)
         placement = call.placement
         if self._settings.access_log:
             line: dict[str, Any] = {
@@ -150,7 +162,7 @@ class Relay:
                 "rank": placement.rank if placement else None,
                 "matched_tokens": placement.matched_tokens if placement else None,
                 "uncached_tokens": placement.uncached_tokens if placement else None,
-                "scores": placement.scores if placement else None,
+                "scores": placement.choice.scores if placement else None,
             }
             access.info(orjson.dumps(line).decode())
 

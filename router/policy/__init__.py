@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from router.policy.base import Candidate, Choice, Policy, Snapshot, least
 from router.policy.cost import cost, predicted_ttft_s
+from router.policy.explain import MEANINGS, Parts, parts, why
 from router.policy.least_load import least_load
 from router.policy.prefix_only import prefix_only
 from router.policy.random import random
@@ -22,4 +23,16 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     }
 )
 
-__all__ = ["POLICIES", "Candidate", "Choice", "Policy", "Snapshot", "least", "predicted_ttft_s"]
+__all__ = [
+    "MEANINGS",
+    "POLICIES",
+    "Candidate",
+    "Choice",
+    "Parts",
+    "Policy",
+    "Snapshot",
+    "least",
+    "parts",
+    "predicted_ttft_s",
+    "why",
+]

@@ -12,7 +12,7 @@ from cache_index.types import Holder
 from router.config import ReplicaConfig, Settings
 from router.engines import served_models
 from router.load import FleetLoad
-from router.placement import Placer, Prompt
+from router.placement import NO_MATCH, Placer, Prompt
 from router.policy import POLICIES
 from router.replicas import Replica
 from tests.router.support import TaughtIndex
@@ -47,15 +47,15 @@ def prompt(tokens: int, model: str = "base", salt: str = "") -> Prompt:
 def test_the_last_token_is_never_credited() -> None:
     index = TaughtIndex(lambda root, hashes: {Holder("a", 0, "device"): len(hashes)})
     one = [replica("a")]
-    assert placer(index).match(prompt(64), one) == {("a", 0): 48}
-    assert placer(index).match(prompt(65), one) == {("a", 0): 64}
-    assert placer(index).match(prompt(17), one) == {("a", 0): 16}
+    assert placer(index).match(prompt(64), one).tokens == {("a", 0): 48}
+    assert placer(index).match(prompt(65), one).tokens == {("a", 0): 64}
+    assert placer(index).match(prompt(17), one).tokens == {("a", 0): 16}
 
 
 def test_prompts_below_one_unit_or_unknown_are_not_looked_up() -> None:
     index = TaughtIndex()
-    assert placer(index).match(prompt(16), [replica("a")]) == {}
-    assert placer(index).match(Prompt("base", "", None, 5000), [replica("a")]) == {}
+    assert placer(index).match(prompt(16), [replica("a")]) == NO_MATCH
+    assert placer(index).match(Prompt("base", "", None, 5000), [replica("a")]) == NO_MATCH
     assert index.asked == []
 
 
@@ -88,7 +88,9 @@ def test_hashes_are_the_chain_of_the_prompt() -> None:
 
 def test_other_tiers_give_no_credit_yet() -> None:
     index = TaughtIndex(lambda root, hashes: {Holder("a", 0, "host"): 3})
-    assert placer(index).match(prompt(64), [replica("a")]) == {}
+    found = placer(index).match(prompt(64), [replica("a")])
+    assert found.tokens == {}
+    assert [dict(each.units) for each in found.roots] == [{Holder("a", 0, "host"): 3}]
 
 
 def test_the_chosen_rank_carries_its_own_credit() -> None:
@@ -96,10 +98,10 @@ def test_the_chosen_rank_carries_its_own_credit() -> None:
     place = placer(index)
     fleet = [replica("a"), replica("b", (0, 1))]
     one = prompt(64)
-    placement = place.place(one, fleet, place.match(one, fleet))
+    placement = place.place(one, fleet, place.match(one, fleet).tokens)
     assert (placement.replica.name, placement.rank) == ("b", 1)
     assert (placement.matched_tokens, placement.uncached_tokens) == (32, 32)
-    assert len(placement.scores) == 3
+    assert len(placement.choice.scores) == 3
 
 
 def test_a_request_in_flight_counts_a_share_of_a_mean_prefill() -> None:
@@ -117,4 +119,4 @@ def test_a_request_in_flight_counts_a_share_of_a_mean_prefill() -> None:
         ticket.first_token()
         placement = made.place(prompt(100), [replica("a"), replica("b")], {})
     assert placement.replica.name == "b"
-    assert placement.scores == pytest.approx((0.105 + 0.25 * 0.4, 0.105))
+    assert placement.choice.scores == pytest.approx((0.105 + 0.25 * 0.4, 0.105))
