@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -34,6 +35,22 @@ logger = logging.getLogger("kvroute.config")
 
 ENV_PREFIX = "KVROUTE_"
 PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "random"]
+
+
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+def _secret(given: SecretStr | None) -> SecretStr | None:
+    """A token that fits a header; an empty one, as an unset variable gives, is none.
+
+    Raises ValueError, without the secret.
+    """
+    text = given.get_secret_value().strip() if given is not None else ""
+    if not text:
+        return None
+    if not _TOKEN.fullmatch(text):
+        raise ValueError("a token is printable ASCII without spaces")
+    return SecretStr(text)
 
 
 class KvEventsConfig(BaseModel):
@@ -68,6 +85,9 @@ class ReplicaConfig(BaseModel):
         list[KvEventsConfig] | None,
         Field(description="publishers; asked of GET /kv_event_sources if unset"),
     ] = None
+    api_key: Annotated[
+        SecretStr | None, Field(description="in place of `replica_api_key`, for this one")
+    ] = None
 
     @field_validator("url")
     @classmethod
@@ -83,6 +103,11 @@ class ReplicaConfig(BaseModel):
             raise ValueError("a base URL has no query, fragment or user")
         _ = parts.port  # raises ValueError when out of range
         return url.rstrip("/")
+
+    @field_validator("api_key")
+    @classmethod
+    def _usable_key(cls, key: SecretStr | None) -> SecretStr | None:
+        return _secret(key)
 
     @field_validator("kv_events")
     @classmethod
@@ -117,6 +142,13 @@ class Settings(BaseSettings):
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port; 0 takes a free one")] = 8080
     replicas: Annotated[list[ReplicaConfig], Field(description="the vLLM replicas")] = []
+    replica_api_key: Annotated[
+        SecretStr | None,
+        Field(description="the engines' --api-key, for probes, and /tokenize without the client's"),
+    ] = None
+    replica_api_key_file: Annotated[
+        Path | None, Field(description="file that holds it, such as a mounted secret")
+    ] = None
     policy: Annotated[PolicyName, Field(description="how a replica is chosen")] = "cost"
     redis_url: Annotated[
         str | None, Field(description="redis:// or unix:// URL; unset starts a private Valkey")
@@ -255,6 +287,26 @@ class Settings(BaseSettings):
     def _some_token(cls, token: SecretStr | None) -> SecretStr | None:
         """An empty secret, as an unset variable of a deployment gives, is none."""
         return token if token is not None and token.get_secret_value().strip() else None
+
+    @field_validator("replica_api_key")
+    @classmethod
+    def _usable_key(cls, key: SecretStr | None) -> SecretStr | None:
+        return _secret(key)
+
+    @model_validator(mode="after")
+    def _key_from_file(self) -> Settings:
+        path = self.replica_api_key_file
+        if path is None:
+            return self
+        if self.replica_api_key is not None:
+            raise ValueError("replica_api_key_file: replica_api_key is set too; give one of them")
+        try:
+            self.replica_api_key = _secret(SecretStr(path.read_text("utf-8")))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"replica_api_key_file: {path}: {error}") from None
+        if self.replica_api_key is None:
+            raise ValueError(f"replica_api_key_file: {path} is empty")
+        return self
 
     @field_validator("retry_statuses")
     @classmethod

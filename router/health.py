@@ -29,7 +29,7 @@ from router.engines import (
     source_specs,
 )
 from router.errors import UpstreamError
-from router.probe import ProbeFailed, ask, ask_json, ask_optional
+from router.probe import ProbeFailed, ask, ask_json, ask_optional, refusal
 from router.replicas import Fleet, Replica
 
 logger = logging.getLogger("kvroute.health")
@@ -156,7 +156,7 @@ class Prober:
     async def _ask(self, replica: Replica, watch: _Watch) -> None:
         answer = await ask(replica, "/health", self._limit_s)
         if answer.status != 200:
-            raise ProbeFailed(f"GET /health answered {answer.status}")
+            raise refusal(replica, "/health", answer.status)
         learn = not replica.ready or not replica.models or watch.count % REFRESH_PROBES == 0
         watch.count += 1
         if learn:

@@ -132,7 +132,7 @@ class Identifier:
 
     async def _tokenize(self, replica: Replica, call: dict[str, Any], headers: Headers) -> bytes:
         sent = {"content-type": "application/json"}
-        authorization = header(headers, b"authorization")
+        authorization = header(headers, b"authorization") or replica.authorization
         if authorization is not None:
             sent["authorization"] = authorization.decode("latin-1")
         answer = await self._client.post(

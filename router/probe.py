@@ -38,6 +38,8 @@ async def ask(replica: Replica, path: str, limit_s: float) -> Answer:
             exchange = await replica.pool.acquire(fresh=True)
         try:
             headers = [(b"host", replica.netloc), (b"connection", b"close")]
+            if replica.authorization is not None:
+                headers.append((b"authorization", replica.authorization))
             target = replica.base_path + path.encode()
             await exchange.send(request_head(b"GET", target, headers, 0), b"", b"GET")
             head = await exchange.head(limit_s)
@@ -51,11 +53,23 @@ async def ask(replica: Replica, path: str, limit_s: float) -> Answer:
             exchange.abort()
 
 
+def refusal(replica: Replica, path: str, status: int) -> ProbeFailed:
+    """What an answer other than 200 means, and what to do about it where that is known."""
+    said = f"GET {path} answered {status}"
+    if status not in (401, 403):
+        return ProbeFailed(said)
+    if replica.authorization is None:
+        said += ": it wants an API key; set replica_api_key, or api_key of this replica"
+    else:
+        said += ": it does not take the API key it was given (replica_api_key, or its own api_key)"
+    return ProbeFailed(said)
+
+
 async def ask_json(replica: Replica, path: str, limit_s: float) -> Any:
     """A JSON answer with status 200. Raises as `ask` does."""
     answer = await ask(replica, path, limit_s)
     if answer.status != 200:
-        raise ProbeFailed(f"GET {path} answered {answer.status}")
+        raise refusal(replica, path, answer.status)
     try:
         return orjson.loads(answer.body)
     except orjson.JSONDecodeError:

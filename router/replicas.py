@@ -67,6 +67,7 @@ class Replica:
     base_path: bytes
     netloc: bytes
     declared_events: list[KvEventsConfig] | None
+    authorization: bytes | None = field(repr=False)
     breaker: Breaker
     traffic: Traffic
     kind: EngineKind = EngineKind.UNKNOWN
@@ -102,6 +103,7 @@ class Replica:
             keepalive_s=settings.keepalive_s,
         )
         rules = BreakerRules(settings.breaker_failures, slow_start_s=settings.slow_start_s)
+        key = config.api_key or settings.replica_api_key
         replica = cls(
             name=config.name,
             url=config.url,
@@ -109,6 +111,7 @@ class Replica:
             base_path=parts.path.encode(),
             netloc=parts.netloc.encode(),
             declared_events=config.kv_events,
+            authorization=f"Bearer {key.get_secret_value()}".encode() if key else None,
             breaker=Breaker(rules, clock),
             traffic=Traffic(clock),
             clock=clock,

@@ -14,7 +14,7 @@ from loadgen.replica.errors import EngineError, RequestRefused, TokenizerError
 from loadgen.replica.faults import FaultPlan, Faults
 from loadgen.replica.generating import GenerationRoutes
 from loadgen.replica.generation import Generator
-from loadgen.replica.http import Exchange
+from loadgen.replica.http import Exchange, HTTPRequest
 from loadgen.replica.messages import MessageRoutes
 from loadgen.replica.metrics import Collector, ReplicaCollector
 from loadgen.replica.model import EngineModel
@@ -30,6 +30,8 @@ from loadgen.replica.sglang import SglangRoutes
 from loadgen.replica.sglang_metrics import SglangCollector
 from loadgen.replica.sleep import ServerInfoRoutes, SleepRoutes
 
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+"""What vLLM's --api-key guards; /health, /metrics, /tokenize and the like are open to all."""
 _ONLY_VLLM = (
     "/v1/chat/completions/render", "/v1/completions/render", "/kv_event_sources",
     "/reset_prefix_cache", "/load", "/ping", "/version", "/pooling", "/score", "/rerank",
@@ -78,10 +80,20 @@ class ReplicaAPI:
                 routes += sleeping.routes()
                 routes += ServerInfoRoutes(served, model, len(ranks), setup).routes()
         self._router = Router(routes)
+        self._keys = {f"bearer {key}" for key in setup.api_keys}
 
     def handle(self, exchange: Exchange) -> None:
         """Answer one request, now or later, well or as the faults have it."""
-        self._faults.handle(exchange)
+        request = exchange.request
+        if self._keys and request.path.startswith(_GUARDED) and not self._allows(request):
+            exchange.respond(401, b'{"error":"Unauthorized"}')
+        else:
+            self._faults.handle(exchange)
+
+    def _allows(self, request: HTTPRequest) -> bool:
+        """Whether it carries one of the keys; OPTIONS need none, as in vLLM."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return request.method == "OPTIONS" or f"{scheme.lower()} {key}" in self._keys
 
     def _answer(self, exchange: Exchange) -> None:
         try:

@@ -130,6 +130,9 @@ def replica(
         Pool, Option(help="What an LMCache server behind each rank has it announce.")
     ] = Pool.NONE,
     pool_blocks: Annotated[int, Option(min=1, help="Blocks that the pool keeps.")] = 16384,
+    api_key: Annotated[
+        list[str] | None, Option(help="Bearer token that /v1 routes want, as vLLM's; repeatable.")
+    ] = None,
     faults: Annotated[
         str, Option(help="Faults to begin with, as JSON for POST /sim/faults; see the README.")
     ] = "{}",
@@ -166,6 +169,7 @@ def replica(
             rank_per_host=rank_hosts,
             pool=pool,
             pool_blocks=pool_blocks,
+            api_keys=tuple(api_key or ()),
         )
         config = FleetConfig(
             replicas=replicas,

@@ -7,7 +7,7 @@ and that no request shows: it is answered all the same, only slower than it need
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -41,7 +41,8 @@ class Setup:
 
     `version` None is the newest that is simulated. `listed_host` is told in place of a wildcard,
     `listed_ranks` how many ranks are told of (None: all). With `rank_per_host` rank r listens on
-    127.0.0.(1+r), as the ranks of an engine that spans hosts do. Prefix caching and ignored salts
+    127.0.0.(1+r), as the ranks of an engine that spans hosts do. With `api_keys` requests under
+    /v1 must carry one of them, as with vLLM's --api-key. Prefix caching and ignored salts
     are the engine's own: see EngineModel.
     """
 
@@ -54,6 +55,7 @@ class Setup:
     rank_per_host: bool = False
     pool: Pool = Pool.NONE
     pool_blocks: int = 16384
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
 
     def since(self, major: int, minor: int) -> bool:
         """Whether vLLM of this version is simulated, or a later one."""

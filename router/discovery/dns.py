@@ -137,7 +137,8 @@ class _Name:
         present = self._fleet.replicas.get(name)
         if present is None:
             url = f"http://{name}{self._path}"
-            config = ReplicaConfig(url=url, kv_events=self._config.kv_events)
+            given = self._config
+            config = ReplicaConfig(url=url, kv_events=given.kv_events, api_key=given.api_key)
             replica = self._made[address] = self._make(config)
             self._fleet.add(replica)
             logger.info("replica %s joins: an address of %s", name, self._host)

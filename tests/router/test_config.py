@@ -46,6 +46,12 @@ def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             {"replicas": [{"url": "http://a", "kv_events": [{"endpoint": "a:5557"}]}]},
             "replicas.0.kv_events: 'a:5557' is not a ZMQ address",
         ),
+        ({"replicas": REPLICA, "replica_api_key": "two words"}, "replica_api_key: a token is"),
+        ({"replicas": [{**REPLICA[0], "api_key": "a\r\nb"}]}, "replicas.0.api_key: a token is"),
+        (
+            {"replicas": REPLICA, "replica_api_key_file": "/nowhere/key"},
+            "replica_api_key_file: /no",
+        ),
         ({"replicas": REPLICA, "retry_statuses": [200]}, "retry_statuses: 200"),
         ({"replicas": REPLICA, "retry_budget": 7}, "retry_budget: "),
         ({"replicas": REPLICA, "redis_url": "http://a"}, "redis_url: "),
