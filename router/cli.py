@@ -11,6 +11,7 @@ import typer
 
 from router.config import load_settings
 from router.errors import ConfigError
+from router.explain_command import EPILOG, explain
 
 COMMANDS_GROUP = "kvroute.commands"
 
@@ -100,6 +101,9 @@ def serve(
         raise typer.Exit(2) from None
     if not in_order:
         raise typer.Exit(1)
+
+
+app.command("explain", epilog=EPILOG)(explain)
 
 
 def main() -> None:

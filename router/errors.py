@@ -2,6 +2,7 @@
 
 KvrouteError
 +-- ConfigError            the gateway cannot start as configured
++-- CommandError           a command cannot do what it is asked
 +-- RequestError           answered to the client in OpenAI's error shape
 |   +-- InvalidRequest     400
 |   +-- BadToken           401
@@ -67,6 +68,10 @@ class KvrouteError(Exception):
 
 class ConfigError(KvrouteError):
     """The configuration cannot be used; the message names the field."""
+
+
+class CommandError(KvrouteError):
+    """A command cannot do what it is asked; the message says why, and the exit code is 2."""
 
 
 class RequestError(KvrouteError):

@@ -170,7 +170,7 @@ def _why(policy: str, snapshot: Snapshot, choice: Choice, reason: str, on_trial:
     sentence = why(policy, snapshot, choice)
     if reason:
         return f"{sentence}: {reason}"
-    return f"{sentence}: it waited for its trial request" if on_trial else sentence
+    return f"{sentence}: it waits for its trial request" if on_trial else sentence
 
 
 def _attempts(kept: Kept, policy: str) -> list[Json]:

@@ -56,7 +56,7 @@ def parts(candidate: Candidate, prompt_tokens: int, running_cost_s: float) -> Pa
 def why(policy: str, snapshot: Snapshot, choice: Choice) -> str:
     """One sentence on a decision: what the chosen rank was best at, and what the next lacked."""
     if len(snapshot.candidates) == 1:
-        return f"{_name(snapshot.candidates[0])} was the only candidate"
+        return f"{_name(snapshot.candidates[0])} is the only candidate"
     equal = choice.scores.count(choice.scores[choice.chosen])
     return _SENTENCES[policy](snapshot, choice, equal)
 
@@ -78,7 +78,7 @@ def _seconds(least: float, other: float) -> tuple[str, str]:
 
 
 def _turn(snapshot: Snapshot, choice: Choice, equal: int) -> str:
-    return f"it was the turn of {_name(snapshot.candidates[choice.chosen])} among {equal} equals"
+    return f"the turn of {_name(snapshot.candidates[choice.chosen])} among {equal} equals"
 
 
 def _cost(snapshot: Snapshot, choice: Choice, equal: int) -> str:
@@ -156,7 +156,7 @@ def _prefix_only(snapshot: Snapshot, choice: Choice, equal: int) -> str:
 
 
 def _random(snapshot: Snapshot, choice: Choice, equal: int) -> str:
-    return f"{_name(snapshot.candidates[choice.chosen])} was drawn at random among {equal}"
+    return f"{_name(snapshot.candidates[choice.chosen])} is drawn at random among {equal}"
 
 
 _SENTENCES: Mapping[str, Callable[[Snapshot, Choice, int], str]] = MappingProxyType(

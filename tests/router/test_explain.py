@@ -137,7 +137,7 @@ async def test_it_says_who_is_no_candidate_and_why() -> None:
         assert [each["replica"] for each in told["candidates"]] == [third]
         assert told["left_out"] == {first: "draining", second: f"it does not serve '{MODEL}'"}
         told = (await explain(running, chat(), **{"x-kvroute-pin": third})).json()
-        assert told["why"] == f"{third}/0 was the only candidate: pinned by x-kvroute-pin"
+        assert told["why"] == f"{third}/0 is the only candidate: pinned by x-kvroute-pin"
 
 
 async def test_the_admins_token_is_not_shown_to_a_replica_that_tokenizes() -> None:

@@ -159,8 +159,8 @@ def test_the_reason_is_the_largest_difference() -> None:
         "; a/0 holds 2,016 of 2,025 tokens, but 3.100 s of prefill are queued there"
     )
     assert said(candidate("a"), candidate("b")) == (
-        "predicted seconds are equal (0.203 s): it was the turn of a/0 among 2 equals"
+        "predicted seconds are equal (0.203 s): the turn of a/0 among 2 equals"
     )
     near = candidate("b", prefill_s_per_token=0.00010000001)
     assert "0.202500000 s on a/0, next b/0 with 0.202500020 s" in said(candidate("a"), near)
-    assert said(candidate("a")) == "a/0 was the only candidate"
+    assert said(candidate("a")) == "a/0 is the only candidate"

@@ -177,7 +177,7 @@ async def test_retries_are_in_the_receipt_each_with_its_reason() -> None:
             assert "closed the connection" in told["attempts"][1]["reason"]
             assert "longest cached prefix" in told["attempts"][0]["why"]
             assert told["outcome"]["retries"] == 2
-            assert told["why"] == f"{third.name}/0 was the only candidate"
+            assert told["why"] == f"{third.name}/0 is the only candidate"
 
 
 async def test_a_request_that_fails_says_where_it_was_tried_last() -> None:
