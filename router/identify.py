@@ -17,12 +17,15 @@ from router.metrics import Metrics
 from router.placement import BYTES_PER_TOKEN_GUESS, Prompt
 from router.prompt import Request, given_tokens, local_tokens, tokenize_call
 from router.replicas import Replica
+from router.templating import Limits
 from router.tokenizing import ModelTokenizer
 from router.upstream import Headers
 from router.wire import header
 
 INLINE_BYTES = 64 << 10
 """Bodies up to this are tokenized at once: some ten milliseconds of new text at the most."""
+INLINE_LIMITS = Limits(cpu_s=0.05, chars=4 * INLINE_BYTES)
+"""Of a rendering that everybody else waits for."""
 MAX_LOCAL_BYTES = 8 << 20
 MAX_MESSAGES = 10_000
 """Beyond these a prompt is placed on load alone: no engine takes one of that size."""
@@ -101,14 +104,16 @@ class Identifier:
     ) -> bytes | None:
         """Token ids by our own tokenizer: a long prompt in a thread, and within the deadline."""
         if body_bytes <= INLINE_BYTES:
-            return local_tokens(request, tokenizer)
+            return local_tokens(request, tokenizer, INLINE_LIMITS)
         messages = request.fields.get("messages")
         many = isinstance(messages, list) and len(messages) > MAX_MESSAGES
         if many or body_bytes > MAX_LOCAL_BYTES or self._busy_threads >= THREADS:
             return None
         self._busy_threads += 1
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, local_tokens, request, tokenizer)
+        # A thread cannot be cancelled: it ends by itself soon after nobody waits for it any more.
+        limits = Limits(self._timeout_s)
+        work = loop.run_in_executor(self._threads, local_tokens, request, tokenizer, limits)
         work.add_done_callback(self._thread_free)
         done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
         return work.result() if done else None

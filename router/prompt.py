@@ -13,7 +13,8 @@ import orjson
 
 from cache_index.blocks import pack_tokens
 from router.errors import InvalidRequest
-from router.tokenizing import ModelTokenizer, RenderError
+from router.templating import Limits, RenderError
+from router.tokenizing import ModelTokenizer
 
 MAX_LENIENT_BYTES = 1 << 20
 CHAT_PATH = "/v1/chat/completions"
@@ -90,14 +91,16 @@ def given_tokens(request: Request) -> bytes | None:
         return None
 
 
-def local_tokens(request: Request, tokenizer: ModelTokenizer) -> bytes | None:
+def local_tokens(
+    request: Request, tokenizer: ModelTokenizer, limits: Limits = Limits()
+) -> bytes | None:
     """The prompt's token ids as packed u32, or None when only the engine knows them.
 
     A chat is rendered with the model's template; of a list of prompts the first one counts.
     """
     try:
         if request.path == CHAT_PATH:
-            return tokenizer.chat(request.fields)
+            return tokenizer.chat(request.fields, limits)
         if request.path != COMPLETIONS_PATH:
             return None
         prompt = first_prompt(request.fields["prompt"])

@@ -8,21 +8,22 @@ each is encoded once and remembered as packed token ids.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import threading
 from collections import OrderedDict
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from cache_index.blocks import pack_tokens
-from router.errors import ConfigError, KvrouteError
+from router.errors import ConfigError
+from router.templating import ChatTemplate, Limits, OverBudget, RenderError
+
+logger = logging.getLogger("kvroute.tokenizing")
 
 CACHE_BYTES = 64 << 20
 """Bound of the remembered pieces of one model, keys included."""
@@ -30,10 +31,6 @@ ENTRY_BYTES = 150
 """What an ordered dictionary spends on an entry, about."""
 
 _PROBES = ("hello, world", "  two  spaces\n\nand lines ", "naïve café 北京 \U0001f600", "a1b2 0x3F")
-
-
-class RenderError(KvrouteError):
-    """This request cannot be rendered here; the engine will say what is wrong with it."""
 
 
 class SegmentCache:
@@ -83,10 +80,8 @@ class ModelTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: str | None, tokens: dict[str, str]) -> None:
         self._tokenizer = tokenizer
         self._cache = SegmentCache(tokenizer)
-        self._template = _environment().from_string(template) if template else None
-        if self._template is not None:
-            # A plain dictionary in place of a chain of them, which is walked at every rendering.
-            self._template.globals = dict(self._template.globals)
+        self._template = ChatTemplate(template) if template else None
+        self._told = False
         self._tokens = tokens
         self._splitter = _splitter(tokenizer)
 
@@ -112,28 +107,37 @@ class ModelTokenizer:
             return pack_tokens(self._tokenizer.encode(text).ids)
         return self._segments(text)
 
-    def chat(self, fields: dict[str, Any]) -> bytes:
+    def chat(self, fields: dict[str, Any], limits: Limits = Limits()) -> bytes:
         """Ids of a chat request. Raises RenderError when it cannot be rendered here."""
-        return self._segments(self.render(fields))
+        return self._segments(self.render(fields, limits))
 
-    def render(self, fields: dict[str, Any]) -> str:
+    def render(self, fields: dict[str, Any], limits: Limits = Limits()) -> str:
         """The prompt text of a chat request. Raises RenderError."""
         if self._template is None or fields.get("chat_template"):
             raise RenderError("no chat template, or one of the request's own")
-        extra = fields.get("chat_template_kwargs")
         try:
-            return self._template.render(
-                messages=[_flat(message) for message in fields["messages"]],
-                tools=fields.get("tools"),
-                documents=fields.get("documents"),
-                add_generation_prompt=fields.get("add_generation_prompt", True),
-                **self._tokens,
-                **(extra if isinstance(extra, dict) else {}),
-            )
+            return self._template.render(self._variables(fields), limits)
+        except OverBudget as error:
+            if not self._told:
+                self._told = True
+                logger.warning("a chat is placed on load alone, as more may be: %s", error)
+            raise
         except RenderError:
             raise
         except Exception as error:  # a template may raise anything
             raise RenderError(str(error)) from None
+
+    def _variables(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """What a template may print. Raises RenderError, TypeError, KeyError."""
+        extra = fields.get("chat_template_kwargs")
+        return dict(
+            messages=[_flat(message) for message in fields["messages"]],
+            tools=fields.get("tools"),
+            documents=fields.get("documents"),
+            add_generation_prompt=fields.get("add_generation_prompt", True),
+            **self._tokens,
+            **(extra if isinstance(extra, dict) else {}),
+        )
 
     def _segments(self, text: str) -> bytes:
         if self._splitter is None:
@@ -219,42 +223,3 @@ def _special_texts(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             texts[name] = text
     return texts
-
-
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Finds `message.role` in a dictionary at once; the sandbox tries attributes first."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
-            return super().getattr(obj, attribute)
-        try:
-            return obj[attribute]
-        except KeyError:
-            return self.undefined(obj=obj, name=attribute)
-
-
-def _environment() -> jinja2.Environment:
-    """The sandbox and helpers that chat templates are written against."""
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Plain JSON: jinja's own filter escapes HTML, which no template wants."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time, as the engine's own helper
