@@ -108,13 +108,28 @@ app.command("explain", epilog=EPILOG)(explain)
 
 def main() -> None:
     """Entry point of the console script."""
-    _add_commands(sys.argv[1:])
+    arguments = sys.argv[1:]
+    if _wanted(arguments) in (None, "doctor"):
+        _add_doctor()
+    _add_commands(arguments)
     app()
+
+
+def _wanted(arguments: list[str]) -> str | None:
+    """The subcommand that is asked for, if any."""
+    return next((each for each in arguments if not each.startswith("-")), None)
+
+
+def _add_doctor() -> None:
+    """Its parts take half a second to load, which nothing else need wait for."""
+    from router.doctor.command import EPILOG, doctor
+
+    app.command(epilog=EPILOG)(doctor)
 
 
 def _add_commands(arguments: list[str]) -> None:
     """Commands of packages that the gateway itself must not import, loaded only when asked for."""
-    wanted = next((each for each in arguments if not each.startswith("-")), None)
+    wanted = _wanted(arguments)
     for entry in sorted(entry_points(group=COMMANDS_GROUP), key=lambda each: each.name):
         if wanted in (None, entry.name):
             command = entry.load()
