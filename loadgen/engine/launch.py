@@ -99,6 +99,10 @@ def replica_command(engine: Engine, ports: ReplicaPorts, options: ReplicaOptions
 
 
 def replica_environment(options: ReplicaOptions) -> dict[str, str]:
-    """This process's environment, less what is meant for its own Python, and the engine's."""
-    passed = {name: text for name, text in os.environ.items() if name not in _NOT_PASSED_ON}
-    return {**passed, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(options.core)}
+    """That of a replica: this process's own, less what is not for it, and the engine's."""
+    return {**passed_environment(), **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(options.core)}
+
+
+def passed_environment() -> dict[str, str]:
+    """This process's environment, less what is meant for its own Python."""
+    return {name: text for name, text in os.environ.items() if name not in _NOT_PASSED_ON}

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from loadgen.engine.shared_memory import SharedMemoryWatch, descendants
@@ -52,6 +52,11 @@ def set_process_option(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
+def adopt_orphans() -> None:
+    """From now on, what loses its parent below this process becomes its child."""
+    set_process_option(PR_SET_CHILD_SUBREAPER, 1)
+
+
 def end(child: subprocess.Popen[bytes], gently: bool) -> None:
     """End the command, then everything else below this process."""
     if gently and child.poll() is None:
@@ -79,6 +84,18 @@ def kill_descendants(child: subprocess.Popen[bytes] | None) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def kill_adopted(children: Collection[int]) -> None:
+    """SIGKILL to what lost its parent below this process and is not below one of `children`."""
+    own = set(children)
+    own |= {pid for child in children for pid in descendants(child)}
+    for pid in descendants(os.getpid()):
+        if pid not in own:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def is_resource_tracker(pid: int) -> bool:
@@ -130,7 +147,7 @@ def watch(child: subprocess.Popen[bytes], guarded: int, memory: SharedMemoryWatc
 
 def supervise(command: list[str], scratch: str, guarded: int) -> int:
     """Run the command until its end; `guarded` becomes readable when the guard is gone."""
-    set_process_option(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     memory = SharedMemoryWatch()
     child = subprocess.Popen(
         command,
@@ -185,7 +202,7 @@ def main(command: list[str]) -> int:
     """Run the command to its end; its exit status."""
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_process_option(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     scratch = tempfile.mkdtemp(prefix="kvroute-engine-")
     memory = SharedMemoryWatch()
     watched, hold = os.pipe()

@@ -21,6 +21,7 @@ from types import ModuleType
 import pytest
 
 from tests.engine.install import LMCACHE_LOCK, LOCK, REPOSITORY, EngineMissing, find_engine
+from tests.engine.standin import put_engine
 
 SCRIPT = REPOSITORY / "scripts" / "install-engine"
 
@@ -213,21 +214,6 @@ def test_an_engine_of_another_lock_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(json.dumps(note))
     with pytest.raises(EngineMissing, match="another lock"):
         find_engine(tmp_path)
-
-
-def put_engine(folder: Path, **fields: str) -> None:
-    for home in ("venv", "venv-lmcache"):
-        (folder / home / "bin").mkdir(parents=True)
-        (folder / home / "bin" / "python").touch()
-    (folder / "model").mkdir()
-    note = {
-        "python": "venv/bin/python",
-        "model": "model",
-        "lock_sha256": hashlib.sha256(LOCK.read_bytes()).hexdigest(),
-        "lmcache_python": "venv-lmcache/bin/python",
-        "lmcache_lock_sha256": hashlib.sha256(LMCACHE_LOCK.read_bytes()).hexdigest(),
-    }
-    (folder / "engine.json").write_text(json.dumps(note | fields))
 
 
 def test_the_engine_is_found_with_lmcache(tmp_path: Path) -> None:

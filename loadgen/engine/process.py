@@ -1,0 +1,118 @@
+"""A process of the engine: supervised, logged, and asked over HTTP whether it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
+
+from loadgen.engine.errors import ReplicaError
+from loadgen.engine.supervisor import supervised
+
+STOP_DEADLINE_S = 40.0
+_LOG_LINES = 30
+_POLL_S = 0.25
+# No proxy: everything here is on this machine.
+_open = build_opener(ProxyHandler({})).open
+
+
+def fetch(url: str, timeout_s: float = 5.0, data: bytes | None = None) -> bytes:
+    """The body of an answer that is 2xx; `data` makes it a POST. Raises OSError."""
+    try:
+        with _open(url, data, timeout=timeout_s) as answer:
+            return bytes(answer.read())
+    except HTTPException as error:
+        raise OSError(f"{url}: {error!r}") from error
+
+
+class EngineProcess:
+    """A command that may be started, ended and started again. Ends when this process does."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        health_url: str,
+    ) -> None:
+        self.name = name
+        self._command = supervised(command)
+        self._environment = environment
+        self._log = log
+        self._health_url = health_url
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the supervision; None while not started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was started and has ended without being told to."""
+        return self._process is not None and self._process.poll() is not None
+
+    def spawn(self, keep_open: Sequence[int] = ()) -> None:
+        """Start without waiting. `keep_open` are file descriptors that its supervision holds."""
+        assert self._process is None, "already started"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(self._environment),
+                pass_fds=keep_open,
+            )
+
+    def serves(self) -> bool:
+        """Whether it serves now."""
+        try:
+            fetch(self._health_url)
+        except OSError:
+            return False
+        return True
+
+    def wait_healthy(self, deadline_s: float, pause: Callable[[float], None] = time.sleep) -> None:
+        """`deadline_s` is on time.monotonic()'s clock. Raises ReplicaError."""
+        while time.monotonic() < deadline_s:
+            if self.ended:
+                raise ReplicaError(f"{self.name} ended while starting:\n{self.log_tail()}")
+            if self.serves():
+                return
+            pause(_POLL_S)
+        self.end()
+        raise ReplicaError(f"{self.name} was not healthy in time:\n{self.log_tail()}")
+
+    def order_end(self) -> None:
+        """Let it begin to end; `end` waits for that."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def end(self, order: bytes = b"") -> None:
+        """End every process of it and wait until nothing is left; `kill` in a line is SIGKILL."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        try:
+            with suppress(OSError, ValueError):
+                process.stdin.write(order)
+                process.stdin.close()
+            process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise ReplicaError(f"{self.name} did not end:\n{self.log_tail()}") from None
+
+    def log_tail(self) -> str:
+        """The last lines of what it has printed."""
+        if not self._log.exists():
+            return ""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
