@@ -196,9 +196,13 @@ class Dispatcher:
             raise
 
     async def _await_head(self, exchange: Exchange, plan: Plan, replica: Replica) -> ResponseHead:
-        """The response head; a replica that stops answering its probes is not waited for."""
+        """The response head; a replica that stops answering its probes is not waited for.
+
+        One that has said nothing to anybody for a whole look is asked at once whether it lives.
+        """
         left_s = self._settings.first_byte_timeout_s
         while True:
+            heard = replica.pool.heard
             slice_s = min(left_s, LOOK_UP_S)
             try:
                 return await exchange.head(slice_s)
@@ -207,7 +211,10 @@ class Dispatcher:
                 if left_s <= 0:
                     replica.report(Outcome.TIMEOUT)
                     raise
-            if plan.repeatable and not replica.ready and self._elsewhere(plan, replica):
+            if replica.ready:
+                if replica.pool.heard == heard:
+                    replica.doubt()
+            elif plan.repeatable and self._elsewhere(plan, replica):
                 raise UpstreamUnavailable(f"it was silent and is down: {replica.reason}")
 
     def _elsewhere(self, plan: Plan, replica: Replica) -> bool:

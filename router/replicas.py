@@ -84,6 +84,8 @@ class Replica:
     ejection: Ejection = field(default_factory=Ejection)
     inflight: Inflight = field(default_factory=Inflight)
     changed: Callable[[Replica, State | None], None] = lambda replica, state: None
+    doubt: Callable[[], None] = lambda: None
+    """To be called when it is silent while something is asked of it."""
     clock: Callable[[], float] = time.monotonic
     down_since_s: float = 0.0
 

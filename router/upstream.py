@@ -218,6 +218,7 @@ class Exchange(asyncio.Protocol):
         if self._complete or not self._asked:
             self._break("bytes that belong to no response")
             return
+        self._pool.heard += 1
         if self._head is None:
             self._head_bytes += len(data)
         try:
@@ -306,7 +307,10 @@ class Exchange(asyncio.Protocol):
 
 
 class ReplicaPool:
-    """Connections to one replica: idle ones are reused, last used first."""
+    """Connections to one replica: idle ones are reused, last used first.
+
+    `heard` counts what has come from the replica, on whichever connection: it lives.
+    """
 
     def __init__(
         self, host: str, port: int, *, connect_timeout_s: float, keepalive_s: float
@@ -316,6 +320,7 @@ class ReplicaPool:
         self._keepalive_s = keepalive_s
         self._idle: list[Exchange] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.heard = 0
 
     async def acquire(self, *, fresh: bool = False) -> Exchange:
         """An idle connection, or a new one. Raises UpstreamUnavailable."""

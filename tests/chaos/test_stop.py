@@ -91,3 +91,23 @@ async def used(fleet: ChaosFleet, replica: OneReplica) -> None:
         return any(each.replica == replica.name for each in answers)
 
     await fleet.until("the replica is used again", met, 10)
+
+
+async def test_requests_that_wait_for_a_stopped_replica_are_served_before_its_next_probe(
+    tmp_path: Path,
+) -> None:
+    limits = {"policy": "round_robin", "probe_interval_s": 60, "probe_timeout_s": 1}
+    async with chaos_fleet(2, tmp_path, replica=SPEED, **limits) as fleet:
+        victim = fleet.replicas[0]
+        waiting = [Answer() for _ in range(8)]
+        tasks = [asyncio.create_task(request(fleet, each)) for each in waiting]
+        await placed(fleet, 8)
+        victim.signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        await asyncio.gather(*tasks)
+        print(f"all served {time.monotonic() - stopped_s:.1f} s after SIGSTOP")
+        served = [each for each in waiting if each.complete]
+        cut = [each for each in waiting if each.begun.is_set() and each.replica == victim.name]
+        assert len(served) + len(cut) == len(waiting) and len(served) > 4
+        await left_out(fleet, victim)
+        await fleet.becomes_idle()
