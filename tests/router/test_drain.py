@@ -24,8 +24,8 @@ READY = head(method=b"GET", target=b"/readyz")
 
 
 @asynccontextmanager
-async def gateway_process(replica: ScriptedReplica) -> AsyncIterator[tuple[Process, int]]:
-    process, url = await asyncio.to_thread(start_gateway, [replica.url])
+async def gateway_process(*replicas: ScriptedReplica) -> AsyncIterator[tuple[Process, int]]:
+    process, url = await asyncio.to_thread(start_gateway, [each.url for each in replicas])
     try:
         port = int(url.rsplit(":", 1)[1])
         async with asyncio.timeout(10), await Wire.to(port) as wire:
@@ -126,3 +126,54 @@ async def test_a_second_signal_stops_at_once() -> None:
             process.popen.send_signal(signal.SIGTERM)
             assert b'"code":"gateway_shutting_down"' in await stream.ended()
         assert await exit_code(process) == 1
+
+
+LOAD = 60
+
+
+async def whole_stream(port: int, begun: asyncio.Event) -> bytes:
+    """Everything that one stream brings; `begun` is set once all of them have begun."""
+    async with await begin_stream(port) as wire:
+        begun.set()
+        async with asyncio.timeout(15):
+            return await wire.reader.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_sigterm_under_load(monkeypatch: Any, signals: int) -> None:
+    """One: every stream ends whole and nobody new comes in. Two: every stream ends at once."""
+    monkeypatch.setenv("KVROUTE_DRAIN_NOTICE_S", "0.5")
+    streams = Streams()
+    async with (
+        scripted(streams, streams) as replicas,
+        gateway_process(*replicas) as (process, port),
+    ):
+        begun = [asyncio.Event() for _ in range(LOAD)]
+        tasks = [asyncio.create_task(whole_stream(port, each)) for each in begun]
+        async with asyncio.timeout(15):
+            await asyncio.gather(*(each.wait() for each in begun))
+        process.popen.send_signal(signal.SIGTERM)
+        status = 200
+        while status == 200:
+            async with await Wire.to(port) as probe:
+                probe.send(READY)
+                status = (await probe.answer()).status
+        assert status == 503
+        async with asyncio.timeout(5):
+            with pytest.raises(ConnectionRefusedError):
+                while True:
+                    async with await Wire.to(port):
+                        await asyncio.sleep(0.01)
+        assert not any(each.done() for each in tasks), "a stream ended with the listener"
+        if signals == 2:
+            process.popen.send_signal(signal.SIGTERM)
+        else:
+            streams.go_on.set()
+        ends = await asyncio.gather(*tasks)
+        if signals == 2:
+            assert all(b'"code":"gateway_shutting_down"' in each for each in ends)
+            assert not any(b"[DONE]" in each or each.endswith(b"0\r\n\r\n") for each in ends)
+        else:
+            assert all(each.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for each in ends)
+        assert await exit_code(process) == signals - 1
