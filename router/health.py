@@ -167,11 +167,11 @@ class Prober:
             replica.failed(f"probing it failed: {type(error).__name__}")
         if replica.sources != sources:
             self._declare()
-        if replica.state != was or (watch.count == 0 and not watch.told):
-            watch.told = True
+        reason = "" if replica.healthy else replica.explanation()
+        if replica.state != was or reason != watch.told:
+            watch.told = reason
             level = logging.INFO if replica.healthy else logging.WARNING
-            state = f"{replica.state} {replica.explanation()}".rstrip()
-            logger.log(level, "replica %s: %s", replica.name, state)
+            logger.log(level, "replica %s: %s", replica.name, f"{replica.state} {reason}".rstrip())
 
     @staticmethod
     async def _ask_health(replica: Replica, limit_s: float) -> None:
@@ -247,7 +247,7 @@ class _Watch:
         self.task: asyncio.Task[None] | None = None
         self.count = 0
         self.missed = 0
-        self.told = False
+        self.told: str | None = None
         self.dev_mode = False
         self.doubted = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
@@ -55,13 +56,18 @@ async def states(running: Any) -> dict[str, Any]:
     return content
 
 
-async def test_a_replica_that_wants_a_key_says_which_setting_gives_it() -> None:
+async def test_a_replica_that_wants_a_key_says_which_setting_gives_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     replica = Guarded("right")
     await replica.start()
     async with running_gateway(replica) as running:
         state = (await states(running))[replica.name]
         assert (state["state"], state["healthy"]) == ("down", False)
         assert "401: it wants an API key; set replica_api_key" in state["reason"]
+        await asyncio.sleep(1.5)  # and again when it is asked again, but that is said once
+        told = [each.getMessage() for each in caplog.records if each.name == "kvroute.health"]
+        assert told == [f"replica {replica.name}: down {state['reason']}"]
     async with running_gateway(replica, replica_api_key="wrong") as running:
         state = (await states(running))[replica.name]
         assert "does not take the API key it was given" in state["reason"]
