@@ -60,6 +60,8 @@ class Call:
         "_watcher",
         "arrived_at_s",
         "attempts",
+        "before",
+        "before_that",
         "cached_tokens",
         "engine_prompt_tokens",
         "error_code",
@@ -115,7 +117,7 @@ class Call:
         self.started = False
         self.status = 0
         self.is_events = False
-        self.tail = b""
+        self.tail = self.before = self.before_that = b""
         self.expired: RequestError | None = None
         # What a receipt says besides.
         self.plan: Plan | None = None
@@ -137,7 +139,7 @@ class Call:
     def begin(self, status: int, *, is_events: bool) -> None:
         """An answer's head is about to be sent; `is_events`: it is a stream of server-sent events.
 
-        From here on `tail` is the last piece of it that was sent.
+        From here on `tail` is the last piece of it that was sent, after those `before`.
         """
         self.status = status
         self.started = True

@@ -21,7 +21,8 @@ from router.wire import HOP_BY_HOP, forwarded, header
 logger = logging.getLogger("kvroute.forward")
 
 _NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
+# Something follows a whole number: what stands at a piece's end may go on in the next one.
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})(?=\D)')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
 USAGE_BYTES = 512
 """Of a usage object, its prompt's length stands at most so far before its cached tokens."""
@@ -67,6 +68,8 @@ class Forwarder:
                 if mark is not None and mark in chunk:
                     self._first_token(call, ticket, streaming)
                     mark = None
+            if call.cached_tokens is None:
+                self._compare(_seams(call), call, plan, placement)
             replica.report(outcome)
         except (UpstreamCut, TimeoutError) as error:
             call.check()
@@ -83,7 +86,8 @@ class Forwarder:
         if b"cached_tokens" in chunk:
             self._compare(chunk, call, plan, placement)
         ended = exchange.ended
-        call.tail = chunk or call.tail
+        if chunk:
+            call.before_that, call.before, call.tail = call.before, call.tail, chunk
         await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
         return not ended
 
@@ -106,10 +110,7 @@ class Forwarder:
         if not found:
             return
         call.cached_tokens = cached = int(found[-1])
-        at = chunk.rfind(b'"cached_tokens"')
-        lengths = _PROMPT_TOKENS.findall(chunk, max(at - USAGE_BYTES, 0), at)
-        if lengths:
-            call.engine_prompt_tokens = int(lengths[-1])
+        call.engine_prompt_tokens = _prompt_tokens(call.tail, chunk)
         if plan.prompt.token_ids is None:
             return
         self._metrics.cached_tokens.add(cached)
@@ -117,6 +118,22 @@ class Forwarder:
         if over:
             direction = "over" if over > 0 else "under"
             self._metrics.misprediction_tokens.add(abs(over), direction)
+
+
+def _prompt_tokens(before: bytes, chunk: bytes) -> int | None:
+    """The length that stands before the last cached tokens in a piece of an answer."""
+    at = chunk.rfind(b'"cached_tokens"')
+    near = chunk[max(at - USAGE_BYTES, 0) : at]
+    lengths = _PROMPT_TOKENS.findall(near) or _PROMPT_TOKENS.findall(before[-USAGE_BYTES:] + near)
+    return int(lengths[-1]) if lengths else None
+
+
+def _seams(call: Call) -> bytes:
+    """The end of an answer, where a usage object may have come in two pieces.
+
+    After it comes at most the end of the stream, in a third one.
+    """
+    return call.before_that[-USAGE_BYTES:] + call.before + call.tail[:USAGE_BYTES]
 
 
 def _is_events(head: ResponseHead) -> bool:

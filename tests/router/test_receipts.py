@@ -123,6 +123,39 @@ async def test_a_receipt_holds_the_decision_and_what_the_engine_said(stream: boo
                 assert error_s is happened["first_token_s"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_may_come_in_two_pieces_cut_anywhere(stream: bool) -> None:
+    usage = json.dumps({"choices": [], "usage": USAGE}).encode()
+    done = b"data: [DONE]\n\n"
+    positions = range(usage.index(b'"usage"'), len(usage), 3)
+
+    async def in_pieces(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        at = int(seen.header("x-at") or 0)
+        data = (b"data: " + usage + b"\n\n") if stream else usage
+        at += len(b"data: ") if stream else 0
+        writer.write(SSE_HEAD)
+        for piece in (data[:at], data[at:], *([done] if stream else [])):
+            writer.write(chunk(piece))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.write(b"0\r\n\r\n")
+
+    async with scripted(in_pieces) as (replica,), watched(replica) as running:
+
+        async def told(at: int) -> tuple[int, int]:
+            sent = {"x-request-id": f"at-{at}", "x-at": str(at)}
+            await running.post(completion(stream=stream), path="/v1/completions", headers=sent)
+            happened = (await receipt(running, f"at-{at}", "answered"))["outcome"]
+            return happened["prompt_tokens"], happened["cached_tokens"]
+
+        found = await asyncio.gather(*map(told, positions))
+        assert found == [(130, 96)] * len(positions)
+        metrics = (await running.client.get("/metrics")).text
+        assert f"kvroute_cached_tokens_total {96 * len(positions)}.0" in metrics
+
+
 async def test_nothing_secret_is_in_a_receipt() -> None:
     said = "my secret prompt"
     async with scripted(with_usage) as (replica,):
