@@ -57,7 +57,7 @@ def explain(
     is sent without --send. The gateway needs an `admin_token`. Exit code 1: it was sent and not
     answered well; 2: there is nothing to show.
     """
-    from router.asking import GatewayQuestions
+    from router.questions import GatewayQuestions
 
     try:
         content, refusal = _body(body, request_id, send), ""

@@ -27,6 +27,7 @@ ANSWER_DEADLINE_S = 120.0
 # that runs this test promises nothing.
 INDEX_DEADLINE_S = 5.0
 CHAT = "/v1/chat/completions"
+ADMIN_TOKEN = "for the tests"
 
 
 class GatewayError(Exception):
@@ -54,7 +55,11 @@ class Gateway:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 # An engine that shares one core with everything else answers /tokenize late.
-                env={**os.environ, "KVROUTE_RENDER_TIMEOUT_S": "10"},
+                env={
+                    **os.environ,
+                    "KVROUTE_RENDER_TIMEOUT_S": "10",
+                    "KVROUTE_ADMIN_TOKEN": ADMIN_TOKEN,
+                },
             )
         try:
             self.url = self._listening()
@@ -78,6 +83,19 @@ class Gateway:
             yield
         finally:
             await asyncio.to_thread(self.__exit__, None, None, None)
+
+    def ask_admin(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a route under /admin answers; a POST where there is a body."""
+        answer = httpx.request(
+            "GET" if body is None else "POST",
+            f"{self.url}/admin/{path}",
+            json=body,
+            headers={"authorization": f"Bearer {ADMIN_TOKEN}"},
+            timeout=30,
+        )
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
 
     def wait_exact(self) -> None:
         """Wait until every replica is healthy and its events are followed without a gap."""

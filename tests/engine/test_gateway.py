@@ -16,6 +16,7 @@ from tests.engine.gateway import (
     ask,
     ask_known,
     chat,
+    eventually,
     prose,
     until_known,
 )
@@ -133,6 +134,34 @@ def test_a_stream_arrives_as_it_is_made(gateway: Gateway, replica: Replica, name
     again = until_known(streamed)
     assert_whole_hit(again)
     assert again.text == whole.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_receipt_says_what_the_engine_then_reused(
+    gateway: Gateway, name: str, stream: bool
+) -> None:
+    body = chat(prose(name, 40))
+    ask(gateway.url, body)
+    whole = ask_known(gateway.url, body)
+    foretold = gateway.ask_admin("explain", body)
+    usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    sent = httpx.post(f"{gateway.url}{CHAT}", json={**body, **usage}, timeout=120)
+    request_id = sent.headers["x-kvroute-request-id"]
+
+    def ended() -> bool:
+        return bool(gateway.ask_admin(f"decisions/{request_id}")["state"] == "answered")
+
+    assert eventually(ended, 5)
+    told = gateway.ask_admin(f"decisions/{request_id}")
+    chosen, happened = told["chosen"], told["outcome"]
+    assert chosen["matched_tokens"] == happened["cached_tokens"] == whole.cached > 0
+    assert chosen["matched_tokens"] == foretold["chosen"]["matched_tokens"]
+    assert told["request"]["prompt_tokens"] == happened["prompt_tokens"] == whole.prompt
+    assert happened["matched_minus_cached_tokens"] == 0
+    assert (happened["predicted_minus_true_s"] is not None) == stream
+    (root,) = told["roots"]
+    (held,) = root["holders"]
+    assert held["matched_tokens"] == whole.cached
 
 
 def streamed_answer(events: list[str], matched: int) -> Answer:
