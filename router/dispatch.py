@@ -34,6 +34,7 @@ from router.metrics import Metrics
 from router.placement import Placement, Placer
 from router.planning import Plan, Planner
 from router.replicas import Replica
+from router.routes import Kind
 from router.upload import rest_of
 from router.upstream import Exchange, ResponseHead, request_head
 from router.wire import header, upstream_headers
@@ -96,7 +97,7 @@ class Dispatcher:
                         replica.report(Outcome.CUT)
                     last = self._failed(call, placement, "unavailable", str(error))
                     if call.exchange is not None and not await self._again(plan, replica, cuts):
-                        raise RequestDropped(cuts, last) from error
+                        raise _dropped(call, cuts, last) from error
                 finally:
                     if call.exchange is not None:
                         call.exchange.release()
@@ -242,6 +243,13 @@ def _on_trial(replicas: Sequence[Replica]) -> Sequence[Replica]:
         if replica.breaker.state is State.HALF_OPEN and replica.admits:
             return (replica,)
     return ()
+
+
+def _dropped(call: Call, cuts: int, last: str) -> NoReplica | RequestDropped:
+    """The answer to a request that goes no further. A form was only passed on too far for that."""
+    if cuts < MAX_CUTS and call.route.kind is Kind.UPLOAD and call.route.repeatable:
+        return NoReplica(f"{last}; the form had been passed on already. Send it again.")
+    return RequestDropped(cuts, last)
 
 
 def _body_bytes(call: Call, plan: Plan) -> int | None:

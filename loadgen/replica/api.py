@@ -32,6 +32,8 @@ from loadgen.replica.sleep import ServerInfoRoutes, SleepRoutes
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 """What vLLM's --api-key guards; /health, /metrics, /tokenize and the like are open to all."""
+_OPEN = ("/health", "/metrics", "/sim/")
+"""What SGLang's leaves open, and what is not SGLang's."""
 _ONLY_VLLM = (
     "/v1/chat/completions/render", "/v1/completions/render", "/kv_event_sources",
     "/reset_prefix_cache", "/load", "/ping", "/version", "/pooling", "/score", "/rerank",
@@ -81,14 +83,20 @@ class ReplicaAPI:
                 routes += ServerInfoRoutes(served, model, len(ranks), setup).routes()
         self._router = Router(routes)
         self._keys = {f"bearer {key}" for key in setup.api_keys}
+        self._flavor = flavor
 
     def handle(self, exchange: Exchange) -> None:
         """Answer one request, now or later, well or as the faults have it."""
         request = exchange.request
-        if self._keys and request.path.startswith(_GUARDED) and not self._allows(request):
+        if self._keys and self._guards(request.path) and not self._allows(request):
             exchange.respond(401, b'{"error":"Unauthorized"}')
         else:
             self._faults.handle(exchange)
+
+    def _guards(self, path: str) -> bool:
+        if self._flavor is Flavor.SGLANG:
+            return not path.startswith(_OPEN)
+        return path.startswith(_GUARDED)
 
     def _allows(self, request: HTTPRequest) -> bool:
         """Whether it carries one of the keys; OPTIONS need none, as in vLLM."""

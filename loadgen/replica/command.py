@@ -131,7 +131,7 @@ def replica(
     ] = Pool.NONE,
     pool_blocks: Annotated[int, Option(min=1, help="Blocks that the pool keeps.")] = 16384,
     api_key: Annotated[
-        list[str] | None, Option(help="Bearer token that /v1 routes want, as vLLM's; repeatable.")
+        list[str] | None, Option(help="Bearer token, as the engine's --api-key; repeatable.")
     ] = None,
     faults: Annotated[
         str, Option(help="Faults to begin with, as JSON for POST /sim/faults; see the README.")

@@ -41,9 +41,9 @@ class Setup:
 
     `version` None is the newest that is simulated. `listed_host` is told in place of a wildcard,
     `listed_ranks` how many ranks are told of (None: all). With `rank_per_host` rank r listens on
-    127.0.0.(1+r), as the ranks of an engine that spans hosts do. With `api_keys` requests under
-    /v1 must carry one of them, as with vLLM's --api-key. Prefix caching and ignored salts
-    are the engine's own: see EngineModel.
+    127.0.0.(1+r), as the ranks of an engine that spans hosts do. With `api_keys` requests must
+    carry one of them, on the routes that the engine's --api-key guards. Prefix caching and ignored
+    salts are the engine's own: see EngineModel.
     """
 
     version: str | None = None

@@ -177,3 +177,18 @@ def test_without_the_key_the_whole_way_says_what_is_missing() -> None:
             gateway.end()
     finally:
         replicas.end()
+
+
+@pytest.mark.slow
+async def test_an_sglang_engine_guards_more_and_is_asked_with_the_key_everywhere() -> None:
+    process, (url,) = await asyncio.to_thread(start_replicas, 1, "--flavor", "sglang", *ENGINE)
+    try:
+        async with running_gateway(url, replica_api_key=KEY) as running:
+            (state,) = (await states(running)).values()
+            assert (state["state"], state["kind"]) == ("up", "sglang")
+            assert len(running.index.specs) == 1  # /server_info was answered
+        async with running_gateway(url) as running:
+            (state,) = (await states(running)).values()
+            assert "set replica_api_key" in state["reason"]
+    finally:
+        process.end()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from tests.router.raw import Wire, head
 from tests.router.support import (
     ScriptedReplica,
@@ -160,3 +162,36 @@ async def test_a_replica_that_does_not_read_a_long_request_is_given_up_for_anoth
         await running.becomes_idle()
     await hung.stop()
     await other.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "again"),
+    [
+        (PATH, "no_replica", None),
+        (b"/v1/files", "request_dropped", "false"),
+    ],
+)
+async def test_a_form_whose_replica_closes_is_for_the_client_to_send_again_or_not(
+    path: bytes, code: str, again: str | None
+) -> None:
+    """Speech may be sent again by any client; a file may be there already, though nobody said."""
+
+    async def closes(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read(len(FIELD))
+        writer.transport.abort()
+        raise ConnectionError
+
+    one, two = Form(closes), Form(closes)
+    await one.start()
+    await two.start()
+    async with running_gateway(one, two) as running, await Wire.to(running.port) as wire:
+        wire.send(head(KIND, LENGTH % 1000, target=path) + FIELD)
+        answer = await wire.answer()
+        assert (answer.status, answer.code) == (503, code)
+        assert answer.headers.get("x-should-retry") == again
+        assert ("retry-after" in answer.headers) is (again is None)
+        assert len(one.seen) + len(two.seen) == 1
+    await one.stop()
+    await two.stop()
