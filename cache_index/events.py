@@ -5,20 +5,29 @@ A message has three frames: topic, sequence (8 bytes, big endian) and a msgpack 
 maps with the key `type` since; fields were appended over time. Unknown tags and fields are counted
 and passed over, so that a newer engine does not stop the index; a known event with unusable content
 is counted too, because what it said is lost and the source can no longer be called exact.
+
+Where SGLang differs: hashes are signed; an array may end in a map of what else is known; hybrid
+models name a component in place of a group; with EAGLE each token comes with its successor.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import xxhash
 
-from cache_index.blocks import TOKEN_BYTES, pack_tokens
+from cache_index.blocks import pack_tokens
 from cache_index.errors import MalformedBatch
+from cache_index.event_types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineHash,
+    Event,
+    EventBatch,
+)
 
 __all__ = [
     "AllBlocksCleared",
@@ -32,9 +41,9 @@ __all__ = [
     "payload_digest",
 ]
 
-EngineHash = int | bytes
 SEQ_BYTES = 8
 END_OF_REPLAY = -1
+_U64 = (1 << 64) - 1
 
 # In the order of the array encoding; the map encoding uses the same names.
 _STORED_FIELDS = (
@@ -61,65 +70,22 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "AllBlocksCleared": (),
 }
 # SGLang sends some of vLLM's facts under names of its own.
-_KNOWN_EXTRA = frozenset({"type", "cache_salt"})
+_OF_SGLANG = frozenset({"type", "cache_salt", "metadata", "component_type", "attn_dp_rank"})
+_KNOWN = {tag: frozenset(names) | _OF_SGLANG for tag, names in _FIELDS.items()}
+# Where an array of SGLang may have its map; vLLM has text and an array there, or nothing.
+_METADATA_AT = range(7, 10)
+# SGLang's components of a hybrid model, as the groups and kinds that vLLM would name.
+_COMPONENTS = {"full": (0, "full_attention"), "swa": (1, "sliding_window"), "mamba": (2, "mamba")}
+_OTHER_COMPONENT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """Blocks that became reusable. `tokens` is u32 little endian, all blocks one after another.
-
-    `extra_keys` has one entry per block, None where the wire has no such field.
-    """
-
-    hashes: Sequence[EngineHash]
-    parent: EngineHash | None
-    tokens: bytes
-    block_tokens: int
-    medium: str | None = None
-    lora_id: int | None = None
-    lora_name: str | None = None
-    extra_keys: Sequence[Sequence[Any] | None] | None = None
-    group: int | None = None
-    kind: str | None = None
-    cache_salt: str | None = None
-
-    @property
-    def token_count(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """Blocks that can no longer be reused."""
-
-    hashes: Sequence[EngineHash]
-    medium: str | None = None
-    group: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """The engine's prefix cache is empty."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-@dataclass(frozen=True, slots=True)
-class EventBatch:
-    """One published message. The counters say what of it could not be used."""
-
-    timestamp_s: float
-    events: list[Event]
-    rank: int | None
-    malformed: int = 0
-    unknown_tags: int = 0
-    unknown_fields: int = 0
-
-
-@dataclass(slots=True)
 class _Tally:
-    counts: Counter[str] = field(default_factory=Counter)
+    """What of one batch could not be used."""
+
+    __slots__ = ("fields", "malformed", "tags")
+
+    def __init__(self) -> None:
+        self.malformed = self.tags = self.fields = 0
 
 
 def payload_digest(payload: bytes) -> int:
@@ -128,7 +94,7 @@ def payload_digest(payload: bytes) -> int:
 
 
 def decode_seq(frame: bytes) -> int:
-    """A sequence frame; -1 marks the end of a replay. Raises MalformedBatch."""
+    """A sequence frame; -1 marks an end. Raises MalformedBatch."""
     if len(frame) != SEQ_BYTES:
         raise MalformedBatch("sequence")
     return int.from_bytes(frame, "big", signed=True)
@@ -152,109 +118,174 @@ def decode_batch(payload: bytes) -> EventBatch:
         timestamp_s=float(timestamp),
         events=events,
         rank=rank if isinstance(rank, int) else None,
-        malformed=tally.counts["malformed"],
-        unknown_tags=tally.counts["tag"],
-        unknown_fields=tally.counts["field"],
+        malformed=tally.malformed,
+        unknown_tags=tally.tags,
+        unknown_fields=tally.fields,
     )
 
 
 def _event(item: object, tally: _Tally) -> Event | None:
     try:
-        return _typed(item, tally)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        tally.counts["malformed"] += 1
-        return None
-
-
-def _typed(item: object, tally: _Tally) -> Event | None:
-    tag, fields = _named_fields(item, tally)
-    match tag:
-        case "BlockStored":
+        tag, fields = _named_fields(item, tally)
+        if tag == "BlockRemoved":
+            return _removed(fields)
+        if tag == "BlockStored":
             return _stored(fields)
-        case "BlockRemoved":
-            return BlockRemoved(
-                hashes=_hashes(fields["block_hashes"]),
-                medium=_text(fields.get("medium")),
-                group=_number(fields.get("group_idx")),
-            )
-        case "AllBlocksCleared":
-            return AllBlocksCleared()
-        case _:
-            tally.counts["tag"] += 1
-            return None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        tally.malformed += 1
+        return None
+    if tag == "AllBlocksCleared":
+        return AllBlocksCleared()
+    tally.tags += 1
+    return None
 
 
 def _named_fields(item: object, tally: _Tally) -> tuple[str, Mapping[str, Any]]:
     """The tag and the fields by name, from either encoding."""
-    if isinstance(item, dict):
-        tag = item.get("type")
-        if not isinstance(tag, str):
+    if type(item) is dict:
+        tag = item["type"]
+        if type(tag) is not str:
             raise TypeError("an event without a tag")
-        names = _FIELDS.get(tag)
-        if names is not None:
-            known = len(item.keys() & set(names)) + len(item.keys() & _KNOWN_EXTRA)
-            tally.counts["field"] += len(item) - known
-        return tag, item
-    if isinstance(item, list) and item and isinstance(item[0], str):
-        names = _FIELDS.get(item[0], ())
-        if item[0] in _FIELDS:
-            tally.counts["field"] += max(0, len(item) - 1 - len(names))
-        return item[0], dict(zip(names, item[1:], strict=False))
+        known = _KNOWN.get(tag)
+        if known is not None and not item.keys() <= known:
+            tally.fields += len(item.keys() - known)
+        return tag, _flat(item, tally) if "metadata" in item else item
+    if type(item) is list and item and type(item[0]) is str:
+        return item[0], _from_array(item, tally)
     raise TypeError("an event that is neither a map nor a tagged array")
 
 
-def _stored(fields: Mapping[str, Any]) -> BlockStored:
-    block_tokens = fields["block_size"]
-    if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 0:
-        raise ValueError("block_size")
-    parent = fields.get("parent_block_hash")
-    return BlockStored(
-        hashes=_hashes(fields["block_hashes"]),
-        parent=None if parent is None else _hash(parent),
-        tokens=pack_tokens(_list(fields["token_ids"])),
-        block_tokens=block_tokens,
-        medium=_text(fields.get("medium")),
-        lora_id=_number(fields.get("lora_id")),
-        lora_name=_text(fields.get("lora_name")),
-        extra_keys=_extra_keys(fields.get("extra_keys")),
-        group=_number(fields.get("group_idx")),
-        kind=_text(fields.get("kv_cache_spec_kind")),
-        cache_salt=_text(fields.get("cache_salt")),
+def _from_array(item: list[Any], tally: _Tally) -> Mapping[str, Any]:
+    names = _FIELDS.get(item[0])
+    if names is None:
+        return {}
+    given = dict(zip(names, item[1:], strict=False))
+    if item[0] == "BlockStored":
+        at = next((at for at in _METADATA_AT if at < len(item) and type(item[at]) is dict), None)
+        if at is not None or _is_component(item):
+            return _from_sglang(item, at, tally)
+    elif type(given.get("group_idx")) is str:
+        given["component_type"] = given.pop("group_idx")
+    tally.fields += max(0, len(item) - 1 - len(names))
+    return given
+
+
+def _is_component(item: list[Any]) -> bool:
+    """Where vLLM has an adapter's name, with its number before it."""
+    return len(item) == _METADATA_AT[1] and item[5] is None and item[7] in _COMPONENTS
+
+
+def _from_sglang(item: list[Any], at: int | None, tally: _Tally) -> Mapping[str, Any]:
+    """An array of SGLang: up to the medium as in vLLM, then a component, then a map."""
+    given = dict(zip(_STORED_FIELDS, item[1:7], strict=False))
+    if at != _METADATA_AT[0] and type(item[7]) is str:
+        given["component_type"] = item[7]
+    if at is None:
+        return given
+    tally.fields += len(item) - at - 1
+    return _flat({**given, "metadata": item[at]}, tally)
+
+
+def _flat(fields: Mapping[str, Any], tally: _Tally) -> Mapping[str, Any]:
+    """The fields of an inner map beside those around it."""
+    inner = fields["metadata"]
+    if inner is None:
+        return fields
+    if type(inner) is not dict:
+        raise TypeError("metadata is a map")
+    tally.fields += len(inner.keys() - _KNOWN["BlockStored"])
+    return {**inner, **{name: value for name, value in fields.items() if value is not None}}
+
+
+def _removed(fields: Mapping[str, Any]) -> BlockRemoved:
+    # One event per block: by far the most frequent of all.
+    group = fields.get("group_idx")
+    if "component_type" in fields:
+        group, _ = _component(fields["component_type"])
+    medium = fields.get("medium")
+    if medium is not None and type(medium) is not str:
+        raise TypeError("expected text")
+    return BlockRemoved(
+        _hashes(fields["block_hashes"]), medium, group if group is None else _number(group)
     )
 
 
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError("expected an array")
-    return value
+def _stored(fields: Mapping[str, Any]) -> BlockStored:
+    get = fields.get
+    block_tokens = fields["block_size"]
+    if type(block_tokens) is not int or block_tokens < 0:
+        raise ValueError("block_size")
+    parent, keys = get("parent_block_hash"), get("extra_keys")
+    group, kind = get("group_idx"), get("kv_cache_spec_kind")
+    if "component_type" in fields:
+        group, kind = _component(fields["component_type"])
+    return BlockStored(
+        hashes=_hashes(fields["block_hashes"]),
+        parent=None if parent is None else _hash(parent),
+        tokens=_tokens(fields["token_ids"]),
+        block_tokens=block_tokens,
+        medium=_text(get("medium")),
+        lora_id=_number(get("lora_id")),
+        lora_name=_text(get("lora_name")),
+        extra_keys=None if keys is None else _extra_keys(keys),
+        group=_number(group),
+        kind=_text(kind),
+        cache_salt=_text(get("cache_salt")),
+    )
+
+
+def _component(name: object) -> tuple[int | None, str | None]:
+    if name is None:
+        return None, None
+    if type(name) is not str:
+        raise TypeError("a component has a name")
+    return _COMPONENTS.get(name, (_OTHER_COMPONENT, name))
+
+
+def _tokens(value: object) -> bytes:
+    """Packed token ids. With EAGLE each comes with its successor: `[[a, b], [b, c]]`.
+
+    The last successor is not kept, so a prompt that differs from there on is credited with one
+    block more than the engine will reuse.
+    """
+    if type(value) is not list:
+        raise TypeError("token_ids is an array")
+    if value and type(value[0]) is list:
+        return pack_tokens([first for first, _ in value])
+    return pack_tokens(value)
 
 
 def _hash(value: object) -> EngineHash:
-    if isinstance(value, bytes) or (isinstance(value, int) and not isinstance(value, bool)):
+    """SGLang writes as a signed number what vLLM writes as an unsigned one."""
+    if type(value) is int:
+        return value & _U64
+    if type(value) is bytes:
         return value
     raise TypeError("a block hash is an integer or bytes")
 
 
 def _hashes(value: object) -> list[EngineHash]:
-    return [_hash(item) for item in _list(value)]
+    if type(value) is not list:
+        raise TypeError("block_hashes is an array")
+    return [item & _U64 if type(item) is int else _hash(item) for item in value]
 
 
 def _text(value: object) -> str | None:
-    if value is None or isinstance(value, str):
+    if value is None or type(value) is str:
         return value
     raise TypeError("expected text")
 
 
 def _number(value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+    if value is None or type(value) is int:
         return value
     raise TypeError("expected a number")
 
 
-def _extra_keys(value: object) -> list[list[Any] | None] | None:
-    if value is None:
-        return None
-    keys = _list(value)
-    if all(item is None or isinstance(item, list) for item in keys):
-        return keys
-    raise TypeError("extra_keys has an array or nothing per block")
+def _extra_keys(value: object) -> list[list[Any] | None]:
+    if type(value) is not list:
+        raise TypeError("extra_keys is an array")
+    for item in value:
+        if item is not None and type(item) is not list:
+            raise TypeError("extra_keys has an array or nothing per block")
+    return value

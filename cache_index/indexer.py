@@ -13,20 +13,20 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 
-import zmq.asyncio
+import zmq
 
+from cache_index.draining import Pump, RawSocket
 from cache_index.errors import IndexUnavailable
-from cache_index.ledger import Operation
+from cache_index.listening import Listening
 from cache_index.redis_index import ApplyCall, RedisIndex
-from cache_index.source import SourceState
-from cache_index.subscriber import Subscriber
+from cache_index.runner import SourceRunner
 from cache_index.tasks import end
-from cache_index.types import SourceKey, SourceSpec, SourceStatus, Trust
+from cache_index.types import ListenerStatus, SourceKey, SourceSpec, SourceStatus, Trust
 from cache_index.writer import SourceWriter
 
-__all__ = ["Indexer", "SourceRunner"]
+__all__ = ["Indexer"]
 
 _log = logging.getLogger(__name__)
 # A lease is renewed and asked for this often, so that one lost round does not cost it.
@@ -40,67 +40,6 @@ _SWEEP_NODES = 500
 _SWEEP_STEPS = 20
 
 
-class SourceRunner:
-    """One declared source: its state, its sockets and its writer."""
-
-    def __init__(
-        self,
-        spec: SourceSpec,
-        *,
-        context: zmq.asyncio.Context,
-        wake: asyncio.Event,
-        seen_wake: asyncio.Event,
-        base_unit_tokens: int,
-        lease_s: float,
-    ) -> None:
-        self.spec = spec
-        self.state = SourceState(
-            spec.model,
-            base_unit_tokens=base_unit_tokens,
-            lease_s=lease_s,
-            replayable=spec.replay_endpoint is not None,
-        )
-        self.writer = SourceWriter(spec.key, self.state.ledger)
-        self.subscriber = Subscriber(spec, self.state, context, self._take, lease_s=lease_s)
-        self._wake = wake
-        self._seen_wake = seen_wake
-        self.seen = False
-        self._task = asyncio.create_task(self.subscriber.run())
-
-    def look(self, now_s: float) -> bool:
-        """Whether the source is in sight, so that this process may write it."""
-        self.seen = self.state.trust(now_s)[0] is not Trust.NONE
-        return self.seen
-
-    def _take(self, operations: Sequence[Operation]) -> None:
-        # The lease is asked for when a source comes into sight, not at the next round.
-        if not self.seen and self.look(time.monotonic()):
-            self._seen_wake.set()
-        if operations:
-            self.writer.add(operations)
-            self._wake.set()
-
-    async def close(self) -> None:
-        await end(self._task)
-
-    def status(self, now_s: float) -> SourceStatus:
-        state = self.state
-        trust, reason = state.trust(now_s)
-        last_at_s = state.last_batch_at_s
-        return SourceStatus(
-            replica=self.spec.replica,
-            rank=self.spec.rank,
-            trust=trust,
-            reason="; ".join(filter(None, (reason, self.subscriber.error))),
-            epoch=state.life,
-            last_seq=state.last_seq,
-            batches=state.batches,
-            unit_tokens=state.ledger.block_tokens,
-            last_batch_age_s=None if last_at_s is None else now_s - last_at_s,
-            leading=self.writer.token > 0,
-        )
-
-
 class Indexer:
     """All sources of this process."""
 
@@ -111,6 +50,7 @@ class Indexer:
         base_unit_tokens: int,
         trust_lease_s: float,
         writer_lease_s: float = 5.0,
+        listen: str | None = None,
     ) -> None:
         self._redis = redis
         self._lease_ttl_ms = round(writer_lease_s * 1000)
@@ -118,7 +58,9 @@ class Indexer:
         self._base_unit_tokens = base_unit_tokens
         self._trust_lease_s = trust_lease_s
         self._owner = uuid.uuid4().hex
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[RawSocket] = zmq.Context()
+        self._pump = Pump()
+        self._listening = Listening(self._context, self._pump, listen)
         self._wake = asyncio.Event()
         self._lease_wake = asyncio.Event()
         self._runners: dict[SourceKey, SourceRunner] = {}
@@ -146,12 +88,32 @@ class Indexer:
                 self._runners[key] = SourceRunner(
                     spec,
                     context=self._context,
+                    pump=self._pump,
                     wake=self._wake,
                     seen_wake=self._lease_wake,
                     base_unit_tokens=self._base_unit_tokens,
                     lease_s=self._trust_lease_s,
                 )
+        self._listening.set_sources(self._runners.values())
         self._lease_wake.set()
+
+    def statuses(self) -> list[SourceStatus]:
+        """What is known about every declared source."""
+        now_s = time.monotonic()
+        return [
+            runner.status(now_s, self._listening.reason(runner.spec))
+            for _, runner in sorted(self._runners.items())
+        ]
+
+    def listeners(self) -> list[ListenerStatus]:
+        """The sockets that publishers dial."""
+        return self._listening.statuses()
+
+    def void(self, replica: str, reason: str) -> None:
+        """Forget what a replica's own cache holds: it has been emptied without a word."""
+        for runner in self._runners.values():
+            if runner.spec.replica == replica:
+                runner.void(reason)
 
     def _retire(self, runner: SourceRunner, *, forget: bool) -> None:
         task = asyncio.create_task(self._end(runner, forget=forget))
@@ -180,6 +142,7 @@ class Indexer:
         runners, self._runners = list(self._runners.values()), {}
         await asyncio.gather(*(self._end(runner, forget=False) for runner in runners))
         await asyncio.gather(*self._retiring)
+        await self._listening.close()
         self._context.destroy(linger=0)
 
     async def _for_ever(self, work: Callable[[], Awaitable[None]]) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cache_index.indexer import Indexer, SourceRunner
+from cache_index.indexer import Indexer
 from cache_index.mirror import Mirror
+from cache_index.runner import SourceRunner
 from cache_index.types import Trust
 
 __all__ = ["IndexCollector"]
@@ -84,13 +85,13 @@ class IndexCollector(Collector):
             "kvroute_source_decode_failures",
             "Messages and events that could not be read",
             "reason",
-            _total(runners, lambda runner: runner.subscriber.failures),
+            _total(runners, lambda runner: runner.intake.failures),
         )
         yield _counter(
             "kvroute_source_connection",
             "Connections, replays, unknown tags and fields",
             "kind",
-            _total(runners, lambda runner: runner.subscriber.counts),
+            _total(runners, lambda runner: runner.intake.counts),
         )
         yield _counter(
             "kvroute_index_writer",

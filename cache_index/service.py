@@ -18,7 +18,7 @@ from cache_index.metrics import IndexCollector
 from cache_index.mirror import Mirror
 from cache_index.redis_index import RedisIndex
 from cache_index.tasks import end
-from cache_index.types import Holder, SourceKey, SourceSpec, SourceStatus, Trust
+from cache_index.types import Holder, ListenerStatus, SourceKey, SourceSpec, SourceStatus, Trust
 
 __all__ = ["CacheIndex"]
 
@@ -35,7 +35,8 @@ class CacheIndex:
     copy in this process and what is written to Redis: past it new units are refused, which
     under-reports. A copy older than `mirror_max_lag_s` answers nothing. Gateways that share a
     Redis share an index if `namespace` and `base_unit_tokens` are the same; a gateway that dies is
-    replaced as writer after `writer_lease_s`. Nothing here raises because Redis or a publisher is
+    replaced as writer after `writer_lease_s`. `listen` is an address to bind for publishers that
+    dial, whether any is declared or not. Nothing here raises because Redis or a publisher is
     gone.
     """
 
@@ -50,6 +51,7 @@ class CacheIndex:
         mirror_max_lag_s: float = 0.1,
         writer_lease_s: float = 5.0,
         namespace: str = "kvroute",
+        listen: str | None = None,
     ) -> None:
         self._redis_url = redis_url
         self._base_unit_tokens = base_unit_tokens
@@ -59,6 +61,7 @@ class CacheIndex:
         self._max_lag_s = mirror_max_lag_s
         self._writer_lease_s = writer_lease_s
         self._namespace = namespace
+        self._listen = listen
         self._matches: Counter[str] = Counter()
         self._embedded: EmbeddedServer | None = None
         self._redis: RedisIndex | None = None
@@ -88,6 +91,7 @@ class CacheIndex:
             base_unit_tokens=self._base_unit_tokens,
             trust_lease_s=self._trust_lease_s,
             writer_lease_s=self._writer_lease_s,
+            listen=self._listen,
         )
         self._indexer.set_sources(self._specs)
         self._collector = IndexCollector(
@@ -142,10 +146,19 @@ class CacheIndex:
 
     def sources(self) -> list[SourceStatus]:
         """What is known about every declared source."""
-        if self._indexer is None:
-            return []
-        now_s = time.monotonic()
-        return [runner.status(now_s) for _, runner in sorted(self._indexer.runners.items())]
+        return [] if self._indexer is None else self._indexer.statuses()
+
+    def listeners(self) -> list[ListenerStatus]:
+        """The bound sockets that publishers dial."""
+        return [] if self._indexer is None else self._indexer.listeners()
+
+    def void(self, replica: str, reason: str) -> None:
+        """Forget what a replica's own cache holds, for it is known to have been emptied.
+
+        An engine that is put to sleep, for one, tells so with its first step after waking.
+        """
+        if self._indexer is not None:
+            self._indexer.void(replica, reason)
 
     @property
     def available(self) -> bool:

@@ -5,25 +5,25 @@ the engine's hashes to our own, and says how far the source can be trusted.
 
 The rules, all on the side of under-reporting:
 
-- A life begins at sequence 0. A lower sequence, or another digest at a known one, is another life.
+- A life begins at sequence 0. A lower sequence, or another digest at a known one, is another life;
+  so is what follows when a publisher says that it ends (SGLang does).
 - After a gap or a reconnect nothing live is applied until a replay from the last sequence
   *inclusive* has shown the same digest; another digest, or no batch at all, is another life.
 - What a replay can no longer give is lost, removals among it: everything of the source is dropped
   and it goes on as PARTIAL until the engine clears its cache.
 - Trust lasts for one lease. A batch renews it, and so does a replay that ran to its END. Without a
-  replay endpoint only an unbroken connection can vouch for an idle source (`vouch`): a reconnect
-  then drops everything.
+  replay endpoint only an unbroken connection can vouch for an idle source (`vouch`): the end of the
+  connection ends the trust at once, and a reconnect drops everything.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from cache_index.events import EventBatch
 from cache_index.identity import ModelIdentity
 from cache_index.ledger import Ledger, NewEpoch, Operation
+from cache_index.replay import Delivery, Replay, Verdict
+from cache_index.standing import Standing
 from cache_index.types import Trust
 
 __all__ = ["Delivery", "SourceState"]
@@ -39,29 +39,6 @@ _REPLAY_ATTEMPTS = 2
 _TORN_ATTEMPTS = 3
 
 
-class Delivery(NamedTuple):
-    """One message of a publisher. `batch` is None when its payload could not be decoded."""
-
-    seq: int
-    digest: int
-    batch: EventBatch | None
-
-
-@dataclass(slots=True)
-class _Replay:
-    """A replay under way: what it must show first, and what it has shown.
-
-    `torn`: batches were missing in its middle, so what came after them was not applied.
-    """
-
-    confirming: bool
-    rebuild: bool
-    other_life: bool = False
-    confirmed: bool = False
-    torn: bool = False
-    taken: int = 0
-
-
 class SourceState:
     """Sequence, life and trust of one publisher."""
 
@@ -69,24 +46,22 @@ class SourceState:
         self, model: ModelIdentity, *, base_unit_tokens: int, lease_s: float, replayable: bool
     ) -> None:
         self.ledger = Ledger(model, base_unit_tokens)
+        self.standing = Standing(lease_s)
         self.counts: Counter[str] = Counter()
         self.last_seq = -1
         self.batches = 0
         self.life = 0
         self.last_batch_at_s: float | None = None
         self._last_digest = 0
-        self._lease_s = lease_s
         self._replayable = replayable
         self._degraded = False
         self._failures = 0
         self._torn = 0
-        self._replay: _Replay | None = None
+        self._replay: Replay | None = None
         self._replay_wanted = replayable
+        self._void_after_replay = ""
         self._pending: deque[Delivery] = deque(maxlen=_MAX_PENDING)
         self._recent: dict[int, int] = {}
-        self._complete: bool | None = None
-        self._partial_reason = ""
-        self._proof_at_s: float | None = None
         self._connected = False
 
     @property
@@ -94,19 +69,21 @@ class SourceState:
         """Something is missing or unproven that only a replay can settle."""
         return self._replay_wanted
 
+    @property
+    def connected_now(self) -> bool:
+        """The live socket has a peer."""
+        return self._connected
+
+    @property
+    def _alone(self) -> bool:
+        """There is no replay to ask."""
+        return not self._replayable or self._degraded
+
     def trust(self, now_s: float) -> tuple[Trust, str]:
         """How far the source's entries count now, and why not further."""
         if self.ledger.unusable:
             return Trust.NONE, self.ledger.unusable
-        if self._proof_at_s is None:
-            return Trust.NONE, "no contact yet"
-        if now_s - self._proof_at_s > self._lease_s:
-            return Trust.NONE, "not renewed within its lease"
-        if self._complete and not self.ledger.orphaned:
-            return Trust.EXACT, ""
-        if self._complete is None:
-            return Trust.PARTIAL, "a new life, not replayed yet"
-        return Trust.PARTIAL, self._partial_reason or "blocks with an unknown parent"
+        return self.standing.trust(now_s, orphaned=self.ledger.orphaned)
 
     # -- live deliveries
 
@@ -125,23 +102,25 @@ class SourceState:
             if self._recent.get(seq) == delivery.digest:
                 self.counts["duplicate"] += 1
                 return
+            self.standing.fell(now_s)
             self._begin_life("restart", out)
         if seq != self.last_seq + 1 and self._miss(delivery, out):
             return
         self._apply(delivery, now_s, out)
-        self._renew(now_s)
+        self.standing.renew(now_s)
 
     def _miss(self, delivery: Delivery, out: list[Operation]) -> bool:
         """Batches before this one are missing. True if a replay must bring them first."""
         self.counts["gap"] += 1
-        if self._replayable and not self._degraded:
+        self.counts["missing"] += delivery.seq - self.last_seq - 1
+        if not self._alone:
             self._replay_wanted = True
             self._hold(delivery)
             return True
         if self.last_seq >= 0:
             self._drop("gap", out)
         else:
-            self._partial_reason = "joined after its first batch"
+            self.standing.partial_reason = "joined after its first batch"
         return False
 
     def _hold(self, delivery: Delivery) -> None:
@@ -159,7 +138,7 @@ class SourceState:
         """
         self._pending.clear()
         rebuild = self._degraded
-        self._replay = _Replay(confirming=self.last_seq >= 0 and not rebuild, rebuild=rebuild)
+        self._replay = Replay(confirming=self.last_seq >= 0 and not rebuild, rebuild=rebuild)
         return 0 if rebuild else max(0, self.last_seq)
 
     def replayed(self, delivery: Delivery, now_s: float) -> list[Operation]:
@@ -172,19 +151,16 @@ class SourceState:
             replay.rebuild = False
             self._begin_life("replay is back", operations)
         elif replay.confirming:
-            replay.confirming = False
-            if delivery.seq == self.last_seq and delivery.digest == self._last_digest:
-                replay.confirmed = True
-                return operations
-            if delivery.seq <= self.last_seq:
-                replay.other_life = True
+            verdict = replay.confirm(delivery, self.last_seq, self._last_digest)
+            if verdict is Verdict.OTHER_LIFE:
                 self._begin_life("restart", operations)
+            if verdict is not Verdict.NEWS:
                 return operations
         self._take_replayed(replay, delivery, now_s, operations)
         return operations
 
     def _take_replayed(
-        self, replay: _Replay, delivery: Delivery, now_s: float, out: list[Operation]
+        self, replay: Replay, delivery: Delivery, now_s: float, out: list[Operation]
     ) -> None:
         if delivery.seq <= self.last_seq:
             self.counts["duplicate"] += 1
@@ -197,7 +173,7 @@ class SourceState:
             if self.last_seq >= 0:
                 self._drop("past the replay buffer", out)
             else:
-                self._partial_reason = "older batches have left the replay buffer"
+                self.standing.partial_reason = "older batches have left the replay buffer"
         replay.taken += 1
         self._apply(delivery, now_s, out)
 
@@ -222,8 +198,9 @@ class SourceState:
         if self._replay_wanted:
             return operations
         if self.last_seq < 0:
-            self._complete = True
-        self._renew(asked_at_s)
+            self.standing.complete = True
+        self.standing.renew(asked_at_s)
+        self._void_late(operations)
         self._release(now_s, operations)
         return operations
 
@@ -236,11 +213,9 @@ class SourceState:
         self._failures = 0 if replay is not None and replay.taken else self._failures + 1
         if self._failures >= _REPLAY_ATTEMPTS and self._replay_wanted and not self._degraded:
             self._degraded = True
-            if self.last_seq >= 0:
-                self._drop("replay does not answer", operations)
-            self._lose("replay does not answer")
-            self.last_seq = -1
+            self._start_over("replay does not answer", operations)
         if self._degraded or not self._replay_wanted:
+            self._void_late(operations)
             self._release(now_s, operations)
         return operations
 
@@ -257,11 +232,12 @@ class SourceState:
     def connected(self, now_s: float) -> list[Operation]:
         """The live socket is connected, for the first time or again."""
         operations: list[Operation] = []
-        again = self._proof_at_s is not None
+        again = self.standing.proof_at_s is not None
         self._connected = True
+        self.standing.connected()
         if self._replayable:
             self._replay_wanted = True
-        if again and (not self._replayable or self._degraded):
+        if again and self._alone:
             # Who knows what was published, or by whom, while nobody listened.
             self._drop("reconnected without replay", operations)
             self.last_seq = -1
@@ -270,22 +246,48 @@ class SourceState:
     def disconnected(self) -> None:
         """The live socket has lost its peer."""
         self._connected = False
+        if self._alone:
+            # Nothing can prove afterwards that the peer which comes back is the same.
+            self.standing.cut_off = "its connection is gone, and there is no replay"
 
     def vouch(self, now_s: float) -> None:
         """Renew by an unbroken connection, where there is no replay to ask."""
-        if self._connected and (not self._replayable or self._degraded):
-            if self._complete is None:
-                self._lose("joined without replay")
-            self._renew(now_s)
+        if self._connected and self._alone:
+            if self.standing.complete is None:
+                self.standing.lose("joined without replay")
+            self.standing.renew(now_s)
+
+    # -- said from outside the stream
+
+    def publisher_reset(self) -> list[Operation]:
+        """The publisher has said that this was its last message: what comes is another life."""
+        operations: list[Operation] = []
+        self._pending.clear()
+        self._begin_life("publisher reset", operations)
+        return operations
+
+    def void(self, reason: str) -> list[Operation]:
+        """Forget what it holds, though its events still say so: its engine has emptied its cache.
+
+        Engines tell that with their next step only. What a replay under way brings is void too.
+        """
+        operations: list[Operation] = []
+        if self._replay is not None:
+            self._void_after_replay = reason
+        if len(self.ledger) or self._replay is not None:
+            self._drop(reason, operations)
+        return operations
+
+    def _void_late(self, out: list[Operation]) -> None:
+        reason, self._void_after_replay = self._void_after_replay, ""
+        if reason:
+            self._drop(reason, out)
 
     # -- changes of state
 
-    def _renew(self, at_s: float) -> None:
-        self._proof_at_s = max(at_s, self._proof_at_s or at_s)
-
     def _apply(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
         if self.last_seq < 0:
-            self._complete = delivery.seq == 0
+            self.standing.complete = delivery.seq == 0
         self.last_seq = delivery.seq
         self._last_digest = delivery.digest
         self._recent[delivery.seq] = delivery.digest
@@ -299,8 +301,7 @@ class SourceState:
             self._drop("a batch could not be read", out)
             return
         if self.ledger.apply(batch.events, out):
-            self._complete = True
-            self._partial_reason = ""
+            self.standing.whole()
 
     def _begin_life(self, reason: str, out: list[Operation]) -> None:
         self.counts["restart"] += 1
@@ -308,19 +309,20 @@ class SourceState:
         self.ledger.forget_shape()
         self._recent.clear()
         self.last_seq = -1
-        self._complete = None
-        self._partial_reason = ""
+        self.standing.begin()
+
+    def _start_over(self, reason: str, out: list[Operation]) -> None:
+        if self.last_seq >= 0:
+            self._drop(reason, out)
+        self.standing.lose(reason)
+        self.last_seq = -1
 
     def _drop(self, reason: str, out: list[Operation]) -> None:
         self.counts["dropped"] += 1
         self._clear(reason, out)
-        self._lose(reason)
+        self.standing.lose(reason)
 
     def _clear(self, reason: str, out: list[Operation]) -> None:
         self.life += 1
         self.ledger.clear()
         out.append(NewEpoch(reason))
-
-    def _lose(self, reason: str) -> None:
-        self._complete = False
-        self._partial_reason = reason

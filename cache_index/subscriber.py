@@ -1,44 +1,40 @@
-"""The sockets of one source: a SUB for what is published, a DEALER for what was missed.
+"""Follows one source over a SUB socket that connects to its publisher.
 
-The socket monitor reports every connection, because a publisher that restarts quickly can look
-like one that merely skipped some batches. The replay answers in either framing: with the topic
-(vLLM from 0.26) or without it.
+A socket serves for one connection. A publisher that restarts quickly can look like one that merely
+skipped some batches, so what comes after a disconnect must never pass for a continuation: when the
+monitor tells of one, the socket is closed with whatever it still holds, and another is opened. The
+monitor is asked before anything that was read is taken, because the library has always told of the
+disconnect before it delivers what came over the next connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
-from cache_index.errors import MalformedBatch
-from cache_index.events import END_OF_REPLAY, SEQ_BYTES, decode_batch, decode_seq, payload_digest
+from cache_index.draining import Drain, Pump, RawSocket, read_frames
+from cache_index.intake import Intake
 from cache_index.ledger import Operation
-from cache_index.source import Delivery, SourceState
+from cache_index.replaying import Replayer
+from cache_index.sockets import (
+    SUB_HIGH_WATER_MESSAGES,
+    SocketEvent,
+    pending_events,
+    read_event,
+    set_options,
+)
+from cache_index.source import SourceState
 from cache_index.types import SourceSpec
 
 __all__ = ["Subscriber"]
 
 _log = logging.getLogger(__name__)
-_HIGH_WATER_MESSAGES = 20_000
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
-_RECONNECT_MS, _RECONNECT_MAX_MS = 50, 2000
-# How long a replay may stand still. Below the lease, so that one lost answer does not cost it.
-_REPLAY_STEP_SHARE_OF_LEASE = 0.5
-_MIN_REPLAY_STEP_S = 0.5
 _BACKOFF_S = (0.2, 10.0)
-# A probe this often keeps a lease alive with one probe lost.
-_PROBE_SHARE_OF_LEASE = 0.35
-# Between replays that bring news, so that a publisher in trouble is not asked in a tight loop.
-_REPLAY_PAUSE_S = 0.02
-_MESSAGES_PER_TURN = 32
+_REOPEN_S = (0.05, 2.0)
 
 
 class Subscriber:
@@ -48,21 +44,17 @@ class Subscriber:
         self,
         spec: SourceSpec,
         state: SourceState,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[RawSocket],
+        pump: Pump,
         take: Callable[[Sequence[Operation]], None],
         *,
         lease_s: float,
     ) -> None:
         self._spec = spec
-        self._state = state
         self._context = context
-        self._take = take
-        self._probe_s = lease_s * _PROBE_SHARE_OF_LEASE
-        self._step_s = max(_MIN_REPLAY_STEP_S, lease_s * _REPLAY_STEP_SHARE_OF_LEASE)
-        self._wake = asyncio.Event()
-        self._last_proof_s = 0.0
-        self.failures: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
+        self._pump = pump
+        self.intake = Intake(state, take)
+        self._replayer = Replayer(spec.replay_endpoint, self.intake, context, lease_s)
         self.error = ""
 
     async def run(self) -> None:
@@ -71,182 +63,93 @@ class Subscriber:
         while True:
             started_s = time.monotonic()
             try:
-                await self._session()
+                await self._follow()
             except* (zmq.ZMQError, OSError) as group:
                 self.error = f"{self._spec.endpoint}: {group.exceptions[0]}"
                 _log.warning("source %s/%d: %s", *self._spec.key, self.error)
             except* Exception:
                 self.error = "internal error"
                 _log.exception("source %s/%d: it starts over", *self._spec.key)
-            self._state.disconnected()
+            self.intake.state.disconnected()
             if time.monotonic() - started_s > _BACKOFF_S[1]:
                 pause_s = _BACKOFF_S[0]
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _BACKOFF_S[1])
 
-    async def _session(self) -> None:
-        subscriber = self._context.socket(zmq.SUB)
-        monitor = subscriber.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+    async def _follow(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._replayer.run())
+            pause_s = _REOPEN_S[0]
+            while True:
+                pause_s = _REOPEN_S[0] if await self._connection() else pause_s
+                self.intake.state.disconnected()
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _REOPEN_S[1])
+
+    async def _connection(self) -> bool:
+        """One socket, until its connection has come and gone. Raises what goes wrong with it.
+
+        False if its peer turned out to be no publisher.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        socket = self._context.socket(zmq.SUB)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        drains: list[Drain[list[bytes]] | Drain[SocketEvent]] = []
         try:
-            _set_options(subscriber)
-            subscriber.rcvhwm = _HIGH_WATER_MESSAGES
-            subscriber.setsockopt(zmq.SUBSCRIBE, self._spec.topic.encode())
-            subscriber.connect(self._spec.endpoint)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch(monitor))
-                tasks.create_task(self._receive(subscriber))
-                tasks.create_task(self._keep_current())
+            set_options(socket)
+            socket.rcvhwm = SUB_HIGH_WATER_MESSAGES
+            socket.setsockopt(zmq.SUBSCRIBE, self._spec.topic.encode())
+            line = _Line(self.intake, monitor, ended, self._heard)
+            drains.append(Drain(self._pump, monitor, read_event, line.told, line.failed))
+            drains.append(Drain(self._pump, socket, read_frames, line.take, line.failed))
+            socket.connect(self._spec.endpoint)
+            await ended
+            return line.connected
         finally:
-            subscriber.disable_monitor()
+            for drain in drains:
+                drain.close()
+            socket.disable_monitor()
             monitor.close(linger=0)
-            subscriber.close(linger=0)
+            socket.close(linger=0)
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        while True:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.error = ""
-                self.counts["connected"] += 1
-                self._take(self._state.connected(time.monotonic()))
-                self._wake.set()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._state.disconnected()
-
-    async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
-        turn = 0
-        while True:
-            frames = await subscriber.recv_multipart()
-            delivery = self._delivery(frames[1:] if len(frames) == 3 else [])
-            if delivery is not None:
-                now_s = time.monotonic()
-                self._take(self._state.live(delivery, now_s))
-                self._last_proof_s = now_s
-                if self._state.replay_wanted:
-                    self._wake.set()
-            turn += 1
-            if turn % _MESSAGES_PER_TURN == 0:
-                await asyncio.sleep(0)
-
-    def _delivery(self, frames: Sequence[bytes]) -> Delivery | None:
-        """`[sequence, payload]` as a delivery; None, counted, if not even that can be read."""
-        try:
-            if len(frames) != 2:
-                raise MalformedBatch("frames")
-            seq = decode_seq(frames[0])
-            if seq < 0:
-                raise MalformedBatch("sequence")
-        except MalformedBatch as error:
-            self.failures[error.reason] += 1
-            return None
-        payload = frames[1]
-        try:
-            batch = decode_batch(payload)
-        except MalformedBatch as error:
-            self.failures[error.reason] += 1
-            return Delivery(seq, payload_digest(payload), None)
-        self.failures["event"] += batch.malformed
-        self.counts["unknown_tag"] += batch.unknown_tags
-        self.counts["unknown_field"] += batch.unknown_fields
-        return Delivery(seq, payload_digest(payload), batch)
-
-    # -- staying current
-
-    async def _keep_current(self) -> None:
-        if self._spec.replay_endpoint is None:
-            while True:
-                self._state.vouch(time.monotonic())
-                await self._wait(self._probe_s)
-        dealer: zmq.asyncio.Socket | None = None
-        pause_s = _BACKOFF_S[0]
-        try:
-            while True:
-                await self._until_due()
-                if dealer is None:
-                    dealer = self._open_dealer(self._spec.replay_endpoint)
-                if await self._replay(dealer):
-                    pause_s = _BACKOFF_S[0]
-                    await asyncio.sleep(_REPLAY_PAUSE_S)
-                else:
-                    # Late answers of this request must not be taken for answers of the next.
-                    dealer.close(linger=0)
-                    dealer = None
-                    await self._pause(pause_s)
-                    pause_s = min(pause_s * 2, _BACKOFF_S[1])
-        finally:
-            if dealer is not None:
-                dealer.close(linger=0)
-
-    async def _until_due(self) -> None:
-        while not self._state.replay_wanted:
-            idle_s = time.monotonic() - self._last_proof_s
-            if idle_s >= self._probe_s:
-                return
-            await self._wait(self._probe_s - idle_s)
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, still vouching for a source that has turned out to have no replay."""
-        end_s = time.monotonic() + seconds
-        while (left_s := end_s - time.monotonic()) > 0:
-            self._state.vouch(time.monotonic())
-            await asyncio.sleep(min(left_s, self._probe_s))
-
-    async def _wait(self, seconds: float) -> None:
-        # Not `wait_for`: on Python 3.11 it can swallow a cancellation.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        self._wake.clear()
-
-    def _open_dealer(self, endpoint: str) -> zmq.asyncio.Socket:
-        dealer = self._context.socket(zmq.DEALER)
-        _set_options(dealer)
-        dealer.rcvhwm = _HIGH_WATER_MESSAGES
-        dealer.connect(endpoint)
-        return dealer
-
-    async def _replay(self, dealer: zmq.asyncio.Socket) -> bool:
-        """Ask for what may be missing. False if no END came within the deadline."""
-        asked_at_s = time.monotonic()
-        start = self._state.begin_replay()
-        self.counts["replay"] += 1
-        try:
-            async with asyncio.timeout(self._step_s) as deadline:
-                await dealer.send_multipart([b"", start.to_bytes(SEQ_BYTES, "big")])
-                await self._read_replay(dealer, deadline)
-        except TimeoutError:
-            self._take(self._state.fail_replay(time.monotonic()))
-            return False
-        self._take(self._state.end_replay(asked_at_s, time.monotonic()))
-        self._last_proof_s = max(self._last_proof_s, asked_at_s)
-        return True
-
-    async def _read_replay(self, dealer: zmq.asyncio.Socket, deadline: asyncio.Timeout) -> None:
-        loop = asyncio.get_running_loop()
-        turn = 0
-        while True:
-            frames = await dealer.recv_multipart()
-            deadline.reschedule(loop.time() + self._step_s)
-            tail = frames[-2:]
-            if len(tail) == 2 and _is_end(tail[0]):
-                return
-            delivery = self._delivery(tail if len(frames) in (3, 4) else [])
-            if delivery is not None:
-                self._take(self._state.replayed(delivery, time.monotonic()))
-            turn += 1
-            if turn % _MESSAGES_PER_TURN == 0:
-                await asyncio.sleep(0)
+    def _heard(self) -> None:
+        self.error = ""
 
 
-def _is_end(frame: bytes) -> bool:
-    return frame == END_OF_REPLAY.to_bytes(SEQ_BYTES, "big", signed=True)
+class _Line:
+    """What one socket and its monitor have to say."""
 
+    def __init__(
+        self,
+        intake: Intake,
+        monitor: RawSocket,
+        ended: asyncio.Future[None],
+        heard: Callable[[], None],
+    ) -> None:
+        self._intake = intake
+        self._monitor = monitor
+        self._ended = ended
+        self._heard = heard
+        self.connected = False
 
-def _set_options(socket: zmq.asyncio.Socket) -> None:
-    socket.linger = 0
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-    socket.setsockopt(zmq.IPV6, 1)
+    def told(self, events: Iterable[SocketEvent]) -> None:
+        """Of the monitor."""
+        for event in events:
+            if event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._ended.done():
+                self.connected = True
+                self._heard()
+                self._intake.connected()
+            elif event.kind == zmq.EVENT_DISCONNECTED and not self._ended.done():
+                self._ended.set_result(None)
+
+    def take(self, messages: Sequence[list[bytes]]) -> None:
+        """What was read, unless the connection has ended since: it may be the next life's."""
+        self.told(pending_events(self._monitor))
+        for frames in messages:
+            if not self._ended.done():
+                self._intake.live(frames)
+
+    def failed(self, error: Exception) -> None:
+        """Of the drains."""
+        if not self._ended.done():
+            self._ended.set_exception(error)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from cache_index.identity import ModelIdentity
 
-__all__ = ["DEVICE", "HOST", "Holder", "SourceKey", "SourceSpec", "SourceStatus", "Trust"]
+__all__ = [
+    "DEVICE",
+    "HOST",
+    "Holder",
+    "ListenerStatus",
+    "SourceKey",
+    "SourceSpec",
+    "SourceStatus",
+    "Trust",
+]
 
 DEVICE = "device"
 HOST = "host"
@@ -44,7 +54,10 @@ class Trust(StrEnum):
 class SourceSpec:
     """One publisher of KV events, as the gateway declares it.
 
-    `endpoint` and `replay_endpoint` are ZMQ addresses to connect to.
+    `endpoint` and `replay_endpoint` are ZMQ addresses to connect to. With `dials` the publisher
+    connects to us: `endpoint` is then the address to bind, shared with other publishers, and
+    `topic` or one of `names` tells whose a message is: a name is a whole topic, or the middle of
+    `kv@NAME@MODEL`. `hint` says what an operator should know while nothing is heard.
     """
 
     replica: str
@@ -53,6 +66,9 @@ class SourceSpec:
     replay_endpoint: str | None
     topic: str
     model: ModelIdentity
+    dials: bool = False
+    names: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def key(self) -> SourceKey:
@@ -61,7 +77,11 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """What is known about one source now. Ages are seconds; `unit_tokens` is the engine's block."""
+    """What is known about one source now. Ages are seconds; `unit_tokens` is the engine's block.
+
+    `lag_s` is the age of the last live batch when it was taken, by the engine's clock and ours.
+    `counts` are incidents by kind, `malformed` what could not be read, by reason.
+    """
 
     replica: str
     rank: int
@@ -73,3 +93,25 @@ class SourceStatus:
     unit_tokens: int | None
     last_batch_age_s: float | None
     leading: bool
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+    dials: bool = False
+    connected: bool = False
+    blocks: int = 0
+    lag_s: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    malformed: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerStatus:
+    """A bound socket that publishers dial. `unknown` topics are some of those nobody declared."""
+
+    endpoint: str
+    bound: bool
+    reason: str
+    connections: int
+    topics: int
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)

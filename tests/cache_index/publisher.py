@@ -60,7 +60,10 @@ def encode(events: Iterable[Any], timestamp_s: float = 1.0) -> bytes:
 
 
 class Publisher:
-    """One engine process: PUB, and ROUTER for replay unless `replay` is False."""
+    """One engine process: PUB, and ROUTER for replay unless `replay` is False.
+
+    With `dial` the PUB connects there instead of binding.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class Publisher:
         with_topic: bool = True,
         buffer_steps: int = 10_000,
         topic: str = "",
+        dial: str | None = None,
     ) -> None:
         self._context = zmq.asyncio.Context()
         self.topic = topic
@@ -80,7 +84,12 @@ class Publisher:
         self.replays = 0
         self.answering = True
         self._pub = self._context.socket(zmq.XPUB)
-        self.port = _bind(self._pub, port)
+        self.dials = dial
+        if dial is None:
+            self.port = _bind(self._pub, port)
+        else:
+            self._pub.linger = 0
+            self._pub.connect(dial)
         self.replay_port: int | None = None
         self._task: asyncio.Task[None] | None = None
         if replay:
@@ -93,10 +102,11 @@ class Publisher:
         return SourceSpec(
             replica=replica,
             rank=rank,
-            endpoint=f"tcp://127.0.0.1:{self.port}",
+            endpoint=self.dials or f"tcp://127.0.0.1:{self.port}",
             replay_endpoint=None if replay is None else f"tcp://127.0.0.1:{replay}",
             topic=self.topic,
             model=MODEL,
+            dials=self.dials is not None,
         )
 
     async def subscribed(self) -> None:

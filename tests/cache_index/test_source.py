@@ -265,3 +265,78 @@ def test_an_answer_that_only_lost_its_end_is_no_failure() -> None:
     replay(state, *everything)
     assert (state.last_seq, state.life) == (9, 0)
     assert state.trust(0.0) == (Trust.EXACT, "")
+
+
+def test_a_publisher_that_says_it_ends_is_followed_by_another_life() -> None:
+    state = synced(delivery(0, block(1)), delivery(1, block(2)))
+    assert kinds(state.publisher_reset()) == ["NewEpoch"]
+    assert (state.life, state.last_seq, len(state.ledger)) == (1, -1, 0)
+    assert state.trust(0.0) == (Trust.PARTIAL, "a new life, not replayed yet")
+    # The next life may go on with the very next number.
+    state.live(delivery(0, block(7), mark=9.0), 1.0)
+    assert state.trust(1.0) == (Trust.EXACT, "")
+
+
+def test_without_replay_the_end_of_the_connection_is_the_end_of_trust() -> None:
+    state = source(replayable=False)
+    state.connected(0.0)
+    state.live(delivery(0, block(1)), 0.0)
+    assert state.trust(0.0)[0] is Trust.EXACT
+    state.disconnected()
+    assert state.trust(0.0) == (Trust.NONE, "its connection is gone, and there is no replay")
+    state.connected(0.5)
+    state.live(delivery(1, block(2)), 0.5)
+    assert (state.trust(0.5)[0], len(state.ledger)) == (Trust.PARTIAL, 1)
+
+
+def test_with_replay_a_short_disconnect_costs_nothing_within_the_lease() -> None:
+    state = synced(delivery(0, block(1)))
+    state.disconnected()
+    assert state.trust(1.0) == (Trust.EXACT, "")
+
+
+def test_numbers_that_fall_back_on_one_connection_are_two_publishers() -> None:
+    state = source(replayable=False)
+    state.connected(0.0)
+    for turn in range(4):
+        state.live(delivery(turn, block(1), mark=1.0), float(turn))
+        state.live(delivery(turn + 40, block(2), mark=2.0), float(turn))
+    trust, reason = state.trust(3.0)
+    assert trust is Trust.NONE
+    assert "two publishers" in reason
+    # Long enough without it, or after another connection, it is one again.
+    for late in range(50, 54):
+        state.live(delivery(late, block(3)), 40.0)
+    assert state.trust(40.0)[0] is Trust.PARTIAL
+
+
+def test_an_engine_that_restarts_often_connects_anew_each_time_and_is_no_conflict() -> None:
+    state = source(replayable=False)
+    for turn in range(9):
+        state.connected(float(turn))
+        state.live(delivery(0, block(1), mark=float(turn)), float(turn))
+        assert state.trust(float(turn))[0] is Trust.EXACT
+
+
+def test_what_an_engine_forgot_without_a_word_is_forgotten_until_it_says_so() -> None:
+    state = synced(delivery(0, block(1)), delivery(1, block(2)))
+    assert kinds(state.void("it slept")) == ["NewEpoch"]
+    assert state.trust(0.0) == (Trust.PARTIAL, "it slept")
+    assert state.void("it slept") == []
+    # Its replay still has all of it; only what is new counts.
+    state.connected(1.0)
+    assert replay(state, delivery(1, block(2)), at_s=1.0) == []
+    state.live(delivery(2, CLEARED, block(3)), 1.0)
+    assert (state.trust(1.0), len(state.ledger)) == ((Trust.EXACT, ""), 1)
+
+
+def test_a_replay_under_way_brings_back_nothing_of_it() -> None:
+    state = source()
+    state.begin_replay()
+    out = state.replayed(delivery(0, block(1)), 0.0)
+    out += state.void("it slept")
+    out += state.replayed(delivery(1, block(2)), 0.0)
+    out += state.end_replay(0.0, 0.0)
+    assert kinds(out) == ["Store", "NewEpoch", "Store", "NewEpoch"]
+    assert (state.last_seq, len(state.ledger)) == (1, 0)
+    assert state.trust(0.0) == (Trust.PARTIAL, "it slept")

@@ -1,0 +1,54 @@
+"""What one answer to a replay request must show first, and what it has shown. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+from cache_index.events import EventBatch
+
+__all__ = ["Delivery", "Replay", "Verdict"]
+
+
+class Delivery(NamedTuple):
+    """One message of a publisher. `batch` is None when its payload could not be decoded."""
+
+    seq: int
+    digest: int
+    batch: EventBatch | None
+
+
+class Verdict(Enum):
+    """What the first batch of an answer says about who sends it."""
+
+    SAME_LIFE = auto()
+    OTHER_LIFE = auto()
+    NEWS = auto()
+
+
+@dataclass(slots=True)
+class Replay:
+    """A replay under way.
+
+    `confirming`: it must begin with the last batch known. `rebuild`: all is asked for again.
+    `torn`: batches were missing in its middle, so what came after them was not applied.
+    """
+
+    confirming: bool
+    rebuild: bool
+    other_life: bool = False
+    confirmed: bool = False
+    torn: bool = False
+    taken: int = 0
+
+    def confirm(self, delivery: Delivery, last_seq: int, last_digest: int) -> Verdict:
+        """Judge the first batch, asked for from `last_seq` on."""
+        self.confirming = False
+        if delivery.seq == last_seq and delivery.digest == last_digest:
+            self.confirmed = True
+            return Verdict.SAME_LIFE
+        if delivery.seq <= last_seq:
+            self.other_life = True
+            return Verdict.OTHER_LIFE
+        return Verdict.NEWS
