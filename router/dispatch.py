@@ -6,16 +6,10 @@ What is sent again, and where the limits are:
 |---|---|---|
 | connecting failed | elsewhere | every replica once |
 | an idle connection was closed just as it was used | to the same replica, afresh | once each |
-| the replica closed before its answer | elsewhere, if repeatable | three replicas; see below |
+| the replica closed before its answer | elsewhere, if repeatable | three replicas; see drops.py |
 | it was silent, and then failed its probes too | elsewhere, if repeatable | the same |
 | it answered one of `retry_statuses` | elsewhere, if repeatable | the retry budget |
 | it was silent | no | its deadline |
-
-A replica that takes a request and closes without a word may have died for reasons of its own, or of
-this very request. Two deaths in a row are bad luck that no client should see; a request that three
-replicas did not survive is stopped, whatever the reason, so that one that kills engines never takes
-more than `MAX_CUTS` of them. The client is told not to repeat it. A second replica that closed but
-still takes connections did not die: to go on from it costs the retry budget.
 """
 
 from __future__ import annotations
@@ -27,14 +21,14 @@ from router.breaker import Outcome, State
 from router.budget import RetryBudget
 from router.call import Attempt, Call
 from router.config import Settings
-from router.errors import NoReplica, RequestDropped, UpstreamUnavailable
+from router.drops import Drops
+from router.errors import NoReplica, UpstreamUnavailable
 from router.forward import Forwarder
 from router.load import FleetLoad
 from router.metrics import Metrics
 from router.placement import Placement, Placer
 from router.planning import Plan, Planner
 from router.replicas import Replica
-from router.routes import Kind
 from router.upload import rest_of
 from router.upstream import Exchange, ResponseHead, request_head
 from router.wire import header, upstream_headers
@@ -43,8 +37,6 @@ logger = logging.getLogger("kvroute.dispatch")
 
 LOOK_UP_S = 0.5
 """While an answer has not begun, the replica's health is looked at this often."""
-MAX_CUTS = 3
-"""A request that so many replicas have dropped is not carried through the rest of the fleet."""
 
 
 class Dispatcher:
@@ -66,6 +58,7 @@ class Dispatcher:
         self._forwarder = forwarder
         self._metrics = metrics
         self._budget = RetryBudget(settings.retry_budget)
+        self._drops = Drops(self._budget)
         self._retried = frozenset(settings.retry_statuses)
 
     async def run(self, call: Call, plan: Plan) -> None:
@@ -77,10 +70,14 @@ class Dispatcher:
             call.check()
             replicas = self._candidates(plan, tried, last)
             choices = replicas if tried else first_choices(plan, replicas)
+            if cuts:
+                choices = self._drops.apart(replicas)
             placement = self._placer.place(plan.prompt, choices, plan.matched.tokens, plan.rank)
-            call.on_trial = choices is not replicas
+            call.on_trial = not tried and choices is not replicas
             call.placement = placement
             replica = placement.replica
+            if cuts:
+                self._drops.sent(call, replica, cuts)
             rank_load = self._load.rank(replica.name, placement.rank)
             with rank_load.take(placement.uncached_tokens, plan.streaming) as ticket:
                 try:
@@ -92,13 +89,15 @@ class Dispatcher:
                     last = self._failed(call, placement, "refused", f"status {head.status}")
                 except UpstreamUnavailable as error:
                     call.check()
+                    last = self._failed(call, placement, "unavailable", str(error))
                     if call.exchange is not None:
                         cuts += 1
                         replica.report(Outcome.CUT)
-                    last = self._failed(call, placement, "unavailable", str(error))
-                    if call.exchange is not None and not await self._again(plan, replica, cuts):
-                        raise _dropped(call, cuts, last) from error
+                        if not await self._drops.again(plan, replica, cuts):
+                            raise self._drops.error(call, cuts, last) from error
                 finally:
+                    if cuts:
+                        self._drops.ended(call)
                     if call.exchange is not None:
                         call.exchange.release()
                         call.exchange = None
@@ -114,23 +113,6 @@ class Dispatcher:
                 raise
             message = f"{last}; no other replica can take this request. Try again."
             raise NoReplica(message, retry_after_s=error.retry_after_s or 1) from error
-
-    async def _again(self, plan: Plan, replica: Replica, cuts: int) -> bool:
-        """Whether a request that `replica` has dropped may go to another one."""
-        if not plan.repeatable or cuts >= MAX_CUTS:
-            return False
-        return cuts == 1 or not await self._lives(replica) or self._budget.retry()
-
-    async def _lives(self, replica: Replica) -> bool:
-        """Whether it still takes connections; what does not is down for everybody."""
-        if not replica.ready:
-            return False
-        try:
-            exchange = await self._connect(replica, fresh=True)
-        except UpstreamUnavailable:
-            return False
-        exchange.abort()
-        return True
 
     def _try_elsewhere(self, plan: Plan, head: ResponseHead, replicas: Sequence[Replica]) -> bool:
         if head.status not in self._retried or not plan.repeatable or plan.only is not None:
@@ -243,13 +225,6 @@ def _on_trial(replicas: Sequence[Replica]) -> Sequence[Replica]:
         if replica.breaker.state is State.HALF_OPEN and replica.admits:
             return (replica,)
     return ()
-
-
-def _dropped(call: Call, cuts: int, last: str) -> NoReplica | RequestDropped:
-    """The answer to a request that goes no further. A form was only passed on too far for that."""
-    if cuts < MAX_CUTS and call.route.kind is Kind.UPLOAD and call.route.repeatable:
-        return NoReplica(f"{last}; the form had been passed on already. Send it again.")
-    return RequestDropped(cuts, last)
 
 
 def _body_bytes(call: Call, plan: Plan) -> int | None:

@@ -6,15 +6,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 
+from cache_index.types import Holder
 from tests.router.support import (
     Running,
     ScriptedReplica,
     Seen,
+    TaughtIndex,
     answer_ok,
     chat,
     running_gateway,
@@ -122,3 +125,55 @@ async def test_what_must_not_be_repeated_says_so_to_clients_that_retry() -> None
             error = json.loads(answer.content)["error"]
             assert error["message"].startswith("The replica took this request")
             assert asked(replicas) == 1
+
+
+class Crowded(ScriptedReplica):
+    """Dies of a poison, with all that wait here; everybody else waits until `go_on`."""
+
+    def __init__(self, go_on: asyncio.Event) -> None:
+        super().__init__(self._wait_or_die)
+        self._go_on = go_on
+        self.dead = False
+
+    async def _wait_or_die(self, seen: Seen, reader: Reader, writer: Writer) -> None:
+        if b"poison" in seen.body:
+            assert self._server is not None
+            self._server.close()
+            self.dead = True
+            for task in self._tasks - {asyncio.current_task()}:
+                task.cancel()
+            raise ConnectionResetError
+        await self._go_on.wait()
+        await answer_ok(seen, reader, writer)
+
+
+async def test_those_who_died_beside_a_poison_twice_are_kept_apart_from_it() -> None:
+    """All share a prefix and follow it to the same replica; the third time each is alone."""
+    go_on, index = asyncio.Event(), TaughtIndex()
+    replicas = [Crowded(go_on) for _ in range(6)]
+    for replica in replicas:
+        await replica.start()
+    held = {Holder(each.name, 0, "device"): 9 - n for n, each in enumerate(replicas)}
+    index.holds = lambda root, hashes: held
+
+    def prompt(user: str) -> bytes:
+        return json.dumps({"model": "sim", "prompt": list(range(400)), "user": user}).encode()
+
+    settings = {"policy": "prefix_only", "probe_interval_s": 30, "index": index}
+    async with running_gateway(*replicas, **settings) as running:
+        ask = partial(running.post, path="/v1/completions")
+        innocent = [asyncio.create_task(ask(prompt(f"{n}"))) for n in range(3)]
+        async with asyncio.timeout(10):
+            while max(len(each.seen) for each in replicas) < len(innocent):
+                await asyncio.sleep(0.01)
+        poison = await ask(prompt("poison"))
+        assert poison.json()["error"]["code"] == "request_dropped"
+        assert [each.dead for each in replicas].count(True) == 3
+        go_on.set()
+        answers = await asyncio.gather(*innocent)
+        assert [each.status_code for each in answers] == [200] * len(innocent)
+        assert len({each.headers["x-kvroute-replica"] for each in answers}) == len(innocent)
+        assert not running.gateway.relay._dispatcher._drops._suspects
+        await running.becomes_idle()
+    for replica in replicas:
+        await replica.stop()
