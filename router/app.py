@@ -25,6 +25,7 @@ from router.gateway import Gateway, Index
 from router.relay import Relay, RelayResponse
 from router.replicas import Replica
 from router.routes import ANY_METHOD, OTHER, ROUTES, Kind, Route
+from router.status import status_routes
 
 __all__ = ["Gateway", "HotPath", "create_app"]
 
@@ -67,6 +68,7 @@ def create_app(settings: Settings, index: Index | None = None) -> HotPath:
     app.include_router(control_routes(gateway))
     make = partial(Replica.from_config, settings=settings)
     app.include_router(admin_routes(settings, gateway.fleet, make))
+    app.include_router(status_routes(gateway))
     app.include_router(decision_routes(settings, gateway.receipts, gateway.explainer))
     for route in ROUTES:
         _declare(app, gateway.relay, route)

@@ -248,6 +248,10 @@ class Settings(BaseSettings):
         SecretStr | None,
         Field(description="bearer token of the /admin routes; unset they answer 403"),
     ] = None
+    doctor: Annotated[
+        Literal["off", "passive", "active"],
+        Field(description="checks of replicas; active: with tiny requests too"),
+    ] = "passive"
     drain_notice_s: Annotated[
         float, Field(ge=0, description="/readyz says 503 for this long before the listener closes")
     ] = 0.0

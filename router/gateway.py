@@ -19,6 +19,7 @@ from router.clients import Clients
 from router.config import Settings
 from router.discovery import DnsDiscovery, dns_names, static_replicas
 from router.dispatch import Dispatcher
+from router.doctor.watch import DoctorCollector, DoctorWatch
 from router.explainer import Explainer
 from router.forward import Forwarder
 from router.health import Prober
@@ -86,6 +87,7 @@ class Gateway:
     clients: Clients
     receipts: Receipts
     explainer: Explainer
+    doctor: DoctorWatch
 
     @classmethod
     def build(cls, settings: Settings, index: Index | None = None) -> Gateway:
@@ -121,9 +123,10 @@ class Gateway:
             running_share=settings.running_share,
             random=Random(),
         )
-        identifier = Identifier(
-            load_tokenizers(settings), metrics, timeout_s=settings.render_timeout_s
-        )
+        tokenizers = load_tokenizers(settings)
+        identifier = Identifier(tokenizers, metrics, timeout_s=settings.render_timeout_s)
+        doctor = DoctorWatch(fleet, settings, tokenizers)
+        registry.register(DoctorCollector(doctor))
         prober = Prober(fleet, settings, lambda: index.set_sources(fleet.source_specs()))
         discovery = DnsDiscovery(
             fleet, dns_names(settings), make, interval_s=settings.dns_interval_s
@@ -153,6 +156,7 @@ class Gateway:
             clients=clients,
             receipts=receipts,
             explainer=Explainer(settings, fleet, planner, placer, receipts, index.sources),
+            doctor=doctor,
         )
 
     @property
@@ -171,9 +175,11 @@ class Gateway:
         try:
             await self.discovery.start()
             await self.prober.start()
+            await self.doctor.start()
             yield
         finally:
             self.drain()
+            await self.doctor.close()
             await self.discovery.close()
             await self.prober.close()
             await self.identifier.close()

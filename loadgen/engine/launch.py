@@ -33,7 +33,8 @@ _NOT_PASSED_ON = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How a replica is started. `more` are further options of vLLM by name, without the dashes.
+    """How a replica is started. `more` are further options of vLLM by name, without the dashes;
+    `flags` further ones without a value, `without` those of ours that are left out.
 
     `blocks` times `block_tokens` must hold `context_tokens`, or vLLM does not start.
     """
@@ -44,6 +45,8 @@ class ReplicaOptions:
     context_tokens: int = CONTEXT_TOKENS
     dtype: str = "bfloat16"
     more: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,11 @@ def replica_command(engine: Engine, ports: ReplicaPorts, options: ReplicaOptions
         "kv-events-config": json.dumps(events),
         **options.more,
     }
-    flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    named = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return [str(engine.python), "-m", "vllm.entrypoints.openai.api_server", *named, *flags]
+    flags = ("enforce-eager", "enable-prefix-caching", "enable-prompt-tokens-details")
+    kept = [f"--{each}" for each in (*flags, *options.flags) if each not in options.without]
+    given = {name: value for name, value in values.items() if name not in options.without}
+    named = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    return [str(engine.python), "-m", "vllm.entrypoints.openai.api_server", *named, *kept]
 
 
 def replica_environment(options: ReplicaOptions) -> dict[str, str]:
