@@ -20,11 +20,15 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer. `ahead_s`: by how much its date is ahead of our clock, None without a date."""
+    """One answer. `ahead_s`: by how much its date is ahead of our clock, None without a date.
+
+    `ours`: a kvroute gateway gave it.
+    """
 
     status: int
     body: bytes
     ahead_s: float | None
+    ours: bool = False
 
     @property
     def ok(self) -> bool:
@@ -108,7 +112,8 @@ class Asker:
                         content += part
                         if len(content) > MAX_ANSWER_BYTES:
                             raise NoAnswer(f"{method} {path}: the answer is too long")
-                    return Reply(answer.status_code, bytes(content), ahead_s)
+                    ours = "x-kvroute-request-id" in answer.headers
+                    return Reply(answer.status_code, bytes(content), ahead_s, ours)
         except (TimeoutError, httpx.TimeoutException):
             raise NoAnswer(f"{method} {path}: no answer within {limit_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from router.engines import EngineKind
 
 Ids = tuple[int, ...]
+GATEWAY = "a kvroute gateway answers there, not an engine"
 
 
 class Listing(StrEnum):

@@ -12,7 +12,7 @@ import httpx
 from cache_index.identity import ModelIdentity
 from router.config import ReplicaConfig, Settings
 from router.doctor.asking import Asker, NoAnswer, Reply
-from router.doctor.facts import Ids, Listing, ReplicaFacts, Tokens
+from router.doctor.facts import GATEWAY, Ids, Listing, ReplicaFacts, Tokens
 from router.doctor.hearing import unpack
 from router.doctor.listening import listening
 from router.doctor.probing import Patient, Prober, probable
@@ -116,6 +116,8 @@ class _Examination:
     async def _models(self, facts: ReplicaFacts) -> ReplicaFacts:
         reply = await self._asker.get("/v1/models")
         models = served_models(reply.json)
+        if reply.ours:
+            return replace(facts, trouble=GATEWAY)
         if not models:
             said = "lists no model" if reply.ok else f"answered {reply.complaint}"
             return replace(facts, trouble=f"GET /v1/models {said}")

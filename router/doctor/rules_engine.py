@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from router.config import Settings
-from router.doctor.facts import Listing, ReplicaFacts
+from router.doctor.facts import GATEWAY, Listing, ReplicaFacts
 from router.doctor.reading import version_of
 from router.doctor.verdict import Finding, Severity
 from router.engines import EngineKind
@@ -34,6 +34,11 @@ def unreachable(facts: ReplicaFacts) -> Finding:
         mend = (
             "give the key that it was started with (--api-key): `replica_api_key`, or `api_key` of "
             "this replica; KVROUTE_REPLICA_API_KEY for a doctor without settings"
+        )
+    elif facts.trouble == GATEWAY:
+        mend = (
+            "name the replicas behind it; what it finds of them itself stands under its "
+            "/admin/status"
         )
     why = "it gets no requests, and nothing else of it can be checked"
     return Finding("unreachable", Severity.ERROR, facts.name, facts.trouble, why, mend)

@@ -28,7 +28,14 @@ from router.doctor import Finding, ReplicaFacts, Severity, findings
 from router.doctor.gather import Examiner
 from router.identify import load_tokenizers
 from tests.router.simulated import FOLDER, Start, declared, language, starting
-from tests.router.support import ScriptedReplica, answer_ok, closed_port, json_answer, scripted
+from tests.router.support import (
+    ScriptedReplica,
+    answer_ok,
+    closed_port,
+    json_answer,
+    running_gateway,
+    scripted,
+)
 
 
 @pytest.fixture(scope="module")
@@ -398,6 +405,14 @@ async def test_who_cannot_be_reached() -> None:
     (seen,) = await found(f"http://127.0.0.1:{closed_port()}")
     assert (seen.code, seen.severity) == ("unreachable", Severity.ERROR)
     assert "/v1/models" in seen.mend
+
+
+async def test_who_is_a_gateway(start: Start) -> None:
+    replica = (await start()).replicas[0]
+    async with running_gateway(replica.url) as running:
+        (seen,) = await found(f"http://127.0.0.1:{running.port}")
+    assert seen.code == "unreachable" and "gateway" in seen.seen
+    assert "name the replicas behind it" in seen.mend
 
 
 async def test_who_wants_a_key(start: Start) -> None:
