@@ -120,8 +120,11 @@ class RequestError(KvrouteError):
         """The server-sent event that ends a stream; `number` is its place among the events."""
         data = self.body(shape, request_id)
         if shape is Shape.RESPONSES:
-            fields = self.payload(shape, request_id)["error"]
-            data = orjson.dumps({**fields, "sequence_number": number, "type": "error"})
+            # Documented as flat, and sent nested by OpenAI, whose SDKs raise on `error` alone.
+            error = self.payload(shape, request_id)["error"]
+            flat = {"type": "error", "code": self.code, "message": self.message}
+            numbered = {**flat, "param": self.param, "sequence_number": number}
+            data = orjson.dumps({**numbered, "error": error})
         return b"event: error\ndata: %b\n\n" % data
 
 
