@@ -11,16 +11,19 @@ from typing import Final
 
 from cache_index.blocks import HASH_BYTES
 from cache_index.errors import RadixInconsistent
+from cache_index.groups import part_of
 from cache_index.radix import HolderRecord, RadixIndex
 from cache_index.types import Holder, SourceKey
 
-__all__ = ["apply_changes", "holder_record", "load_node", "source_name", "source_of"]
+__all__ = ["PART", "apply_changes", "holder_record", "load_node", "source_name", "source_of"]
 
 _NODE_HEAD: Final = struct.Struct("<BBHI8s")
 _ENTRY: Final = struct.Struct("<4sQ")
 _MASK: Final = struct.Struct("<8s4sQ")
 _U16: Final = struct.Struct("<H")
 _HOLDER_ID_BYTES = 4
+PART: Final = 0x8000
+"""In a record's unit: this holder alone leads no match, it is another cache group's part of one."""
 
 
 def source_name(key: SourceKey) -> bytes:
@@ -37,9 +40,10 @@ def source_of(name: bytes) -> SourceKey:
 def holder_record(record: bytes) -> HolderRecord:
     """A holder as Redis describes it."""
     unit, tier_bytes = struct.unpack_from("<HH", record)
-    tier = record[4 : 4 + tier_bytes].decode()
+    tier, number, shape = part_of(record[4 : 4 + tier_bytes].decode())
     key = source_of(record[4 + tier_bytes :])
-    return HolderRecord(Holder(key.replica, key.rank, tier), max(1, unit))
+    unit = max(1, unit & ~PART)
+    return HolderRecord(Holder(key.replica, key.rank, tier), unit, number, shape)
 
 
 def load_node(radix: RadixIndex, node_id: bytes, value: bytes) -> None:

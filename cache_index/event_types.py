@@ -19,7 +19,9 @@ EngineHash = int | bytes
 class BlockStored(msgspec.Struct, frozen=True, gc=False):
     """Blocks that became reusable. `tokens` is u32 little endian, all blocks one after another.
 
-    `extra_keys` has one entry per block, None where the wire has no such field.
+    `extra_keys` has one entry per block, None where the wire has no such field. `window` is in
+    tokens. `lookahead`: the hashes cover tokens of the following block too. `reused`: announced
+    again because a request used them.
     """
 
     hashes: Sequence[EngineHash]
@@ -33,6 +35,9 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     group: int | None = None
     kind: str | None = None
     cache_salt: str | None = None
+    window: int | None = None
+    lookahead: bool = False
+    reused: bool = False
 
     @property
     def token_count(self) -> int:

@@ -71,11 +71,18 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 # SGLang sends some of vLLM's facts under names of its own.
 _OF_SGLANG = frozenset({"type", "cache_salt", "metadata", "component_type", "attn_dp_rank"})
-_KNOWN = {tag: frozenset(names) | _OF_SGLANG for tag, names in _FIELDS.items()}
+# Proposed for vLLM: why a block is announced.
+_PROPOSED = frozenset({"origin"})
+_KNOWN = {tag: frozenset(names) | _OF_SGLANG | _PROPOSED for tag, names in _FIELDS.items()}
 # Where an array of SGLang may have its map; vLLM has text and an array there, or nothing.
 _METADATA_AT = range(7, 10)
-# SGLang's components of a hybrid model, as the groups and kinds that vLLM would name.
-_COMPONENTS = {"full": (0, "full_attention"), "swa": (1, "sliding_window"), "mamba": (2, "mamba")}
+# SGLang's components of a hybrid model, as the groups and kinds that vLLM would name. Where in a
+# run of pages the state is, a mamba component does not say.
+_COMPONENTS = {
+    "full": (0, "full_attention"),
+    "swa": (1, "sliding_window"),
+    "mamba": (2, "mamba_component"),
+}
 _OTHER_COMPONENT = 3
 
 
@@ -231,7 +238,19 @@ def _stored(fields: Mapping[str, Any]) -> BlockStored:
         group=_number(group),
         kind=_text(kind),
         cache_salt=_text(get("cache_salt")),
+        window=_number(get("kv_cache_spec_sliding_window")),
+        lookahead=_any_tokens(get("lookahead_token_ids")),
+        reused=get("origin") == "REUSED",
     )
+
+
+def _any_tokens(value: object) -> bool:
+    """Whether a list of lists has anything in it; most engines send none at all."""
+    if value is None:
+        return False
+    if type(value) is not list:
+        raise TypeError("lookahead_token_ids is an array")
+    return any(value)
 
 
 def _component(name: object) -> tuple[int | None, str | None]:

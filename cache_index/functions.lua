@@ -1,11 +1,12 @@
-#!lua name=kvroute_1
+#!lua name=kvroute_2
 -- The radix index inside Redis. Library name = layout version: two versions live side by side.
 --
 -- Every key of an index starts with one hash tag, `P`, so it lies in one slot:
 --   P n<8 bytes>    a node, named by the hash of its first unit
 --   P m             hash: `units`, `nodes`, `hid` (last holder id), `seq` (last change), `gen`,
 --                   `dead` (holders to sweep out), `cursor` (of the sweep)
---   P h             hash: live holder id (4 bytes) -> its record
+--   P h             hash: live holder id (4 bytes) -> its record: u16 unit (+ 0x8000: a part),
+--                   u16 length, tier (and class, `groups.py`), source
 --   P s<source>     hash: `tok` fencing token, `w` last write, `ep` epoch, `h:<tier>` holder id
 --   P l<source>     the lease: its owner
 --   P c             stream of changes, ids 1-0, 2-0, ... without a hole
@@ -360,7 +361,7 @@ end
 -- keys: slot, meta; args: prefix, source, token, write number, max units, stream length, ops
 -- Returns {status, detail}: ok = the places of what was stored; dup; fenced.
 --   E                                          a new epoch: all holders of this source are void
---   T u16 unit, u8 length, tier                what follows is about this tier
+--   T u16 unit, u8 length, tier                what follows is about this tier (+ 0x8000: a part)
 --   S u8 anchored, u16 skip, u16 count, [8 node, u8 position, 8 hash], count x 8 hash
 --   R 8 node, u8 position, 8 hash              no longer held
 local function apply(keys, args)
@@ -424,11 +425,19 @@ local function leading(mask, n)
   return n
 end
 
--- keys: meta; args: prefix, packed hashes. Returns {record, units, record, units, ...}.
+-- Whether a record is of a part: another cache group of a hybrid model, which leads no match.
+local function is_part(record)
+  return byte(record, 2) >= 128
+end
+
+-- keys: meta; args: prefix, packed hashes. Returns {record, units, pieces, ...} for each holder met:
+-- the units that it has from the start, or, for a part, what it has along the way:
+-- pieces x (u16 first unit, u16 units, 8 bytes mask).
 local function match(keys, args)
   local prefix, hashes = args[1], args[2]
   local count, i = #hashes / 8, 0
   local ctx, alive, ended = context(prefix, 0), nil, {}
+  local records, pieces = {}, {}
   while i < count do
     local node = load(ctx, sub(hashes, i * 8 + 1, i * 8 + 8))
     if not node then break end
@@ -437,7 +446,14 @@ local function match(keys, args)
     local any = false
     for at = 1, #node.holders, ENTRY do
       local holder = sub(node.holders, at, at + 3)
-      if not alive or alive[holder] then
+      if records[holder] == nil then
+        records[holder] = redis.call('HGET', prefix .. 'h', holder)
+      end
+      local record = records[holder]
+      if record and is_part(record) then
+        pieces[holder] = (pieces[holder] or '') .. pack('<I2I2', i, n)
+          .. sub(node.holders, at + 4, at + 11)
+      elseif record and (not alive or alive[holder]) then
         local held = leading(sub(node.holders, at + 4, at + 11), n)
         if held == n then
           still[holder] = true
@@ -451,13 +467,13 @@ local function match(keys, args)
     if not any then break end
   end
   local answer = {}
-  for holder, units in pairs(ended) do
-    local record = redis.call('HGET', prefix .. 'h', holder)
-    if record then
-      answer[#answer + 1] = record
-      answer[#answer + 1] = units
-    end
+  local function add(holder, units, masks)
+    answer[#answer + 1] = records[holder]
+    answer[#answer + 1] = units
+    answer[#answer + 1] = masks
   end
+  for holder, units in pairs(ended) do add(holder, units, '') end
+  for holder, masks in pairs(pieces) do add(holder, 0, masks) end
   return answer
 end
 
@@ -516,7 +532,7 @@ end
 -- `allow-oom`: what keeps or frees must work when Redis is full.
 local function register(name, work, flag)
   redis.register_function{
-    function_name = 'kvroute_1_' .. name, callback = entry(work), flags = flag and { flag } or {},
+    function_name = 'kvroute_2_' .. name, callback = entry(work), flags = flag and { flag } or {},
   }
 end
 

@@ -1,124 +1,84 @@
 """What one publisher holds: the engine's block hashes, mapped to our own base units.
 
 Device blocks are counted, because an engine announces a hash once for every physical block that
-carries it and removes it as often. Other tiers are sets, because some pools have every replica
-announce everything.
+carries it and removes it as often. Other tiers are sets (`pools.py`). A model with several cache
+groups has an account per group; what is told to the index is what all groups of a class have
+(`groups.py`), and when a group appears that was not known, all is told anew.
 
-A pool's announcement counts only for a hash that this source has itself stored on its device. That
-gives it the right root (Mooncake announces salted hashes without saying so) and refuses what no
-engine would ask for (LMCache announces the unsalted hash of salted blocks). Where LMCache's
-announcements and salted blocks come from one source they cannot be told apart, so none counts.
-
-Two things the wire does not say: engines before vLLM 0.19 send no extra keys, so their salted
-blocks look unsalted; and with `kv_cache_report_mode="full"` a block announced again looks like a
-second copy and stays credited until the engine clears its cache.
+A request can ask an engine to announce the blocks that it reuses (`kv_cache_report_mode="full"`,
+vLLM 0.29 on). That looks like a second copy of a prefix, from its first block on. It gives itself
+away when, in the same batch, the blocks that the same request adds follow: from then on a prefix
+that is announced again is not counted again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from cache_index import pools
+from cache_index.accounts import Account, Accounts
 from cache_index.blocks import HASH_BYTES, TOKEN_BYTES, chain_packed
-from cache_index.events import BlockRemoved, BlockStored, EngineHash, Event
-from cache_index.identity import ModelIdentity, Root
-from cache_index.types import DEVICE, HOST
+from cache_index.event_types import BlockRemoved, BlockStored, EngineHash, Event
+from cache_index.groups import FULL
+from cache_index.identity import ModelIdentity
+from cache_index.operations import Block, NewEpoch, Operation, Remove, Store, runs
+from cache_index.reports import Reports
+from cache_index.roots import Roots
+from cache_index.sparse import Sparse
+from cache_index.types import DEVICE
 
 __all__ = ["Block", "Ledger", "NewEpoch", "Operation", "Remove", "Store"]
-
-_TIERS = {"gpu": DEVICE, "cpu": HOST, "cpu_pinned": HOST}
-# Tiers are labels and holders; an engine must not be able to make up any number of them.
-_MAX_TIERS = 6
-_TIER_NAME_CHARS = 24
-_FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-
-
-class Block:
-    """One engine block: its base units (packed hashes), and how often it is held where.
-
-    `units` is empty for a block that can never be credited: its content is not in its tokens alone.
-    """
-
-    __slots__ = ("device", "parent", "tiers", "units")
-
-    def __init__(self, units: bytes, parent: Block | None) -> None:
-        self.units = units
-        self.parent = parent
-        self.device = 0
-        self.tiers: frozenset[str] = frozenset()
-
-    @property
-    def last(self) -> int:
-        """The hash that a continuation of this block chains from."""
-        return int.from_bytes(self.units[-HASH_BYTES:], "little")
-
-
-@dataclass(frozen=True, slots=True)
-class NewEpoch:
-    """All that was said about the source before is void."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """A chain of blocks, each the parent of the next, is now held in `tier`."""
-
-    tier: str
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """A block is no longer held in `tier`."""
-
-    tier: str
-    block: Block
-
-
-Operation = NewEpoch | Store | Remove
 
 
 class Ledger:
     """The engine's blocks of one life, by the engine's hash."""
 
     def __init__(self, model: ModelIdentity, base_unit_tokens: int) -> None:
-        self._model = model
         self._base = base_unit_tokens
-        self._blocks: dict[EngineHash, Block] = {}
-        self._roots: dict[tuple[str, str], int] = {}
-        self._tiers = {DEVICE, HOST}
+        self._roots = Roots(model)
+        self._tiers = pools.Tiers()
         self.counts: Counter[str] = Counter()
         self.forget_shape()
         self.clear()
 
     def forget_shape(self) -> None:
-        """A new life may have another block size and other groups."""
-        self.block_tokens: int | None = None
-        self.unusable = ""
-        self._group: int | None = None
+        """A new life may have another block size, other groups, and report in another way."""
+        self._accounts = Accounts(self._base)
+        self._reports = Reports()
+        self._sparse = Sparse(self._accounts, self._roots)
 
     def clear(self) -> None:
-        self._blocks.clear()
+        self._accounts.clear()
+        self._sparse.clear()
         self.orphaned = False
-        self._salted = False
+        self._roots.salted = False
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._accounts)
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens that a match is a multiple of, once known."""
+        return self._accounts.unit * self._base if self._accounts.by_index else None
 
     @property
     def unit(self) -> int:
-        """Base units per engine block."""
-        return (self.block_tokens or self._base) // self._base
+        """Base units that a match is a multiple of."""
+        return self._accounts.unit
+
+    @property
+    def unusable(self) -> str:
+        """Why nothing of this life can be credited; empty if it can."""
+        return self._accounts.fault
+
+    def unit_of(self, tier: str) -> tuple[int, bool]:
+        """Base units per block of a holder; whether it is only a part of what a match needs."""
+        return self._accounts.unit_of(tier)
 
     def held(self) -> Iterator[Store]:
         """Everything held now, as runs that an empty index can take."""
-        blocks = list(self._blocks.values())
-        yield from _runs(DEVICE, [block for block in blocks if block.device and block.units])
-        for tier in sorted({tier for block in blocks for tier in block.tiers}):
-            yield from _runs(tier, [b for b in blocks if tier in b.tiers and b.units])
+        yield from self._accounts.held()
 
     def apply(self, events: Iterable[Event], out: list[Operation]) -> bool:
         """Take one batch's events. True if the engine cleared its cache in it."""
@@ -133,51 +93,59 @@ class Ledger:
                 self.counts["cleared"] += 1
                 self.clear()
                 out.append(NewEpoch("cleared"))
+        self._settle_sparse(out)
+        self._reports.end_batch()
+        if self._accounts.reshaped:
+            self._accounts.reshaped = False
+            out.append(NewEpoch("another cache group"))
+            out.extend(self.held())
         return cleared
-
-    def _tier(self, medium: str | None) -> str:
-        if medium is None:
-            return DEVICE
-        name = medium.lower()[:_TIER_NAME_CHARS]
-        tier = _TIERS.get(name, name)
-        if tier not in self._tiers and len(self._tiers) >= _MAX_TIERS:
-            return "other"
-        self._tiers.add(tier)
-        return tier
 
     # -- stores
 
     def _store(self, event: BlockStored, out: list[Operation]) -> None:
-        tier = self._tier(event.medium)
+        tier = self._tiers.of(event.medium)
         if tier != DEVICE:
             self._store_pool(event, tier, out)
             return
         self.counts["stored"] += 1
-        if not self._counts_for_prefix(event) or not self._fits(event.block_tokens):
+        account = self._accounts.of(event, self.counts)
+        if account is None:
+            self.orphaned = self.orphaned or self._accounts.misfit
+            return
+        if account.rule != FULL or event.token_count > len(event.hashes) * event.block_tokens:
+            self._sparse.add(account, event)
             return
         parent: Block | None = None
         if event.parent is not None:
-            parent = self._blocks.get(event.parent)
+            parent = account.blocks.get(event.parent) or self._accounts.find(event.parent)
             if parent is None:
                 self.counts["orphaned"] += len(event.hashes)
                 self.orphaned = True
                 return
-        out.extend(_runs(DEVICE, self._take(event, parent)))
+        if self._reports.notice(account, event):
+            self._begin_reports(out)
+        out.extend(runs(account.label, self._take(account, event, parent)))
 
-    def _take(self, event: BlockStored, parent: Block | None) -> list[Block]:
+    def _take(self, account: Account, event: BlockStored, parent: Block | None) -> list[Block]:
         """Count the event's blocks; returns those that were not held before."""
         units, credited = self._own_units(event, parent)
-        width = self.unit * HASH_BYTES
+        width = event.block_tokens // self._base * HASH_BYTES
+        again = self._reports.is_again(account, event)
+        blocks = account.blocks
         fresh: list[Block] = []
         for position, engine_hash in enumerate(event.hashes):
-            block = self._blocks.get(engine_hash)
+            block = blocks.get(engine_hash)
             if block is None:
                 own = units[position * width : (position + 1) * width]
                 block = Block(own if position < credited else b"", parent)
-                self._blocks[engine_hash] = block
-            if block.device == 0 and block.units:
-                fresh.append(block)
-            block.device += 1
+                account.add(engine_hash, block)
+            if block.device == 0:
+                block.device = 1
+                if block.units and (not account.siblings or account.joint(engine_hash)):
+                    fresh.append(block)
+            elif not again:
+                block.device += 1
             parent = block
         return fresh
 
@@ -185,121 +153,92 @@ class Ledger:
         """Our hashes of the event's blocks, and how many of the blocks have any."""
         if parent is not None and not parent.units:
             return b"", 0
-        credited, seed = self._seed(event, parent)
-        if event.token_count > len(event.hashes) * event.block_tokens:
-            self.counts["token_mismatch"] += 1
-            credited = 0
+        seed, credited = self._roots.seed(event, parent)
         credited = min(credited, event.token_count // event.block_tokens)
         if credited < len(event.hashes):
             self.counts["uncredited"] += len(event.hashes) - credited
         tokens = event.tokens[: credited * event.block_tokens * TOKEN_BYTES]
         return chain_packed(seed, tokens, self._base), credited
 
-    def _seed(self, event: BlockStored, parent: Block | None) -> tuple[int, int]:
-        """How many leading blocks depend on tokens, adapter and salt alone, and their seed."""
-        adapter = event.lora_name or ""
-        if event.lora_id is not None and not adapter:
-            return 0, 0
-        keys = [_other_keys(item, adapter) for item in event.extra_keys or ()]
-        salt = event.cache_salt or ""
-        if parent is None and keys and len(keys[0]) == 1 and isinstance(keys[0][0], str):
-            salt, keys[0] = keys[0][0], []
-        self._salted = self._salted or bool(salt)
-        plain = next((i for i, rest in enumerate(keys) if rest), len(event.hashes))
-        return plain, self._root(adapter, salt) if parent is None else parent.last
+    def _settle_sparse(self, out: list[Operation]) -> None:
+        """What needed the other groups' events of its batch to be understood."""
+        for account, event in self._sparse.take():
+            if self._reports.is_hole(event):
+                self.counts["announced_again"] += len(event.hashes)
+                continue
+            placed = self._sparse.place(account, event)
+            self.counts["unplaced"] += len(event.hashes) - len(placed)
+            out.extend(runs(account.label, self._count(account, placed)))
 
-    def _root(self, adapter: str, salt: str) -> int:
-        key = (adapter, salt)
-        if key not in self._roots:
-            if len(self._roots) >= 4096:
-                self._roots.clear()
-            self._roots[key] = Root(self._model, adapter, salt).digest()
-        return self._roots[key]
+    def _count(self, account: Account, placed: Sequence[tuple[EngineHash, Block]]) -> list[Block]:
+        fresh: list[Block] = []
+        for engine_hash, found in placed:
+            block = account.blocks.get(engine_hash)
+            if block is None:
+                block = found
+                account.add(engine_hash, block)
+            block.device += 1
+            if block.device == 1 and block.units and account.joint(engine_hash):
+                fresh.append(block)
+        return fresh
+
+    def _begin_reports(self, out: list[Operation]) -> None:
+        """The engine announces reused blocks again: what was counted twice may be there once."""
+        self.counts["reports_reuse"] += 1
+        if len(self._accounts.by_index) == 1:
+            self._accounts.count_once()
+            return
+        # Such reports name blocks of the other groups that are not there at all.
+        self._accounts.clear()
+        self._sparse.clear()
+        self.orphaned = True
+        out.append(NewEpoch("announces reused blocks"))
 
     def _store_pool(self, event: BlockStored, tier: str, out: list[Operation]) -> None:
         self.counts["stored_pool"] += 1
-        anonymous = event.token_count > 0 and event.extra_keys is None and event.group is None
         fresh: list[Block] = []
-        for engine_hash in event.hashes:
-            block = self._blocks.get(engine_hash)
-            if block is None or not block.units or (anonymous and self._salted):
-                self.counts["pool_uncredited"] += 1
-            elif tier not in block.tiers:
-                block.tiers |= {tier}
-                fresh.append(block)
-        out.extend(_runs(tier, fresh))
-
-    def _counts_for_prefix(self, event: BlockStored) -> bool:
-        """Only the first full-attention group decides an ordinary prefix hit."""
-        full = event.kind is None or event.kind in _FULL_ATTENTION
-        if not full or (event.kind is None and event.group not in (None, 0)):
-            self.counts["other_group"] += 1
-            return False
-        if event.group is not None and self._group is None:
-            self._group = event.group
-        if event.group != self._group and event.group is not None:
-            self.counts["other_group"] += 1
-            return False
-        return True
-
-    def _fits(self, block_tokens: int) -> bool:
-        if block_tokens <= 0:
-            self.counts["placeholder"] += 1
-            return False
-        if self.block_tokens is None:
-            if block_tokens % self._base:
-                self.unusable = (
-                    f"its block of {block_tokens} tokens is not a multiple of {self._base}"
-                )
-                return False
-            self.block_tokens = block_tokens
-        if block_tokens != self.block_tokens:
-            self.counts["other_block_size"] += 1
-            self.orphaned = True
-            return False
-        return True
+        account = self._accounts.only
+        if account is not None and not (self._roots.salted and pools.nameless(event)):
+            fresh = pools.take(event, tier, account.blocks)
+        self.counts["pool_uncredited"] += len(event.hashes) - len(fresh)
+        out.extend(runs(tier, fresh))
 
     # -- removals
 
     def _remove(self, event: BlockRemoved, out: list[Operation]) -> None:
-        tier = self._tier(event.medium)
+        tier = self._tiers.of(event.medium)
         self.counts["removed"] += 1
-        if event.group is not None and self._group is not None and event.group != self._group:
-            return
-        for engine_hash in event.hashes:
-            block = self._blocks.get(engine_hash)
-            if block is None:
-                self.counts["removed_unknown"] += 1
-                continue
-            if self._release(block, tier) and block.units:
-                out.append(Remove(tier, block))
-            if not block.device and not block.tiers:
-                del self._blocks[engine_hash]
+        if self._sparse.waiting and self._sparse.waits_for(event):
+            self._settle_sparse(out)
+        for account in self._accounts.named.get(event.group, ()):
+            blocks = account.blocks
+            for engine_hash in event.hashes:
+                block = blocks.get(engine_hash)
+                if block is None:
+                    self.counts["removed_unknown"] += 1
+                    continue
+                if _release(block, tier) and block.units:
+                    self._tell_removed(account, engine_hash, block, tier, out)
+                if not block.device and not block.tiers:
+                    account.drop(engine_hash, block)
 
-    def _release(self, block: Block, tier: str) -> bool:
-        """Take one holding away; True if it was the last one in this tier."""
-        if tier != DEVICE:
-            held = tier in block.tiers
-            block.tiers -= {tier}
-            return held
-        if block.device:
-            block.device -= 1
-            return block.device == 0
-        return False
-
-
-def _other_keys(keys: Sequence[Any] | None, adapter: str) -> list[Any]:
-    """A block's extra keys without the adapter's name, which the event carries anyway."""
-    rest = list(keys or ())
-    if adapter and rest and rest[0] == adapter:
-        del rest[0]
-    return rest
+    @staticmethod
+    def _tell_removed(
+        account: Account, engine_hash: EngineHash, block: Block, tier: str, out: list[Operation]
+    ) -> None:
+        if not account.siblings or account.joint(engine_hash):
+            label = account.label if tier == DEVICE else tier
+            keep = account.shared(block, tier) if len(block.units) > HASH_BYTES else 0
+            out.append(Remove(label, block, keep))
 
 
-def _runs(tier: str, blocks: Sequence[Block]) -> Iterator[Store]:
-    """Cut `blocks` where one is not the parent of the next."""
-    start = 0
-    for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or blocks[end].parent is not blocks[end - 1]:
-            yield Store(tier, blocks[start:end])
-            start = end
+def _release(block: Block, tier: str) -> bool:
+    """Take one holding away; True if it was the last one in this tier."""
+    if tier != DEVICE:
+        held = tier in block.tiers
+        block.tiers -= {tier}
+        return held
+    if block.device:
+        block.device -= 1
+        return block.device == 0
+    return False

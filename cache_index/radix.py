@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cache_index.blocks import HASH_BYTES
 from cache_index.errors import RadixInconsistent
+from cache_index.groups import Hybrids, Shape
 from cache_index.types import Holder
 
 __all__ = ["HolderRecord", "RadixIndex"]
@@ -18,10 +19,15 @@ __all__ = ["HolderRecord", "RadixIndex"]
 
 @dataclass(frozen=True, slots=True)
 class HolderRecord:
-    """A live holder and its own unit, in base units."""
+    """A live holder and its own unit, in base units.
+
+    With a shape it is class `number` of a hybrid model's cache; class 0 leads a match.
+    """
 
     holder: Holder
     unit: int
+    number: int = 0
+    shape: Shape | None = None
 
 
 class _Node:
@@ -44,6 +50,7 @@ class RadixIndex:
         self._slots: dict[bytes, int] = {}
         self._records: dict[int, HolderRecord] = {}
         self._live = 0
+        self._parts: dict[int, HolderRecord] = {}
         self._dead = 0
         self._sweep: list[bytes] = []
         self._sweeping = 0
@@ -73,13 +80,17 @@ class RadixIndex:
             self._next_slot += 1
         self._slots[holder_id] = slot
         self._records[slot] = record
-        self._live |= 1 << slot
+        if record.number:
+            self._parts[slot] = record
+        else:
+            self._live |= 1 << slot
 
     def drop_holder(self, holder_id: bytes) -> None:
         """Void all that a holder had, at once; its bits are swept out later."""
         slot = self._slots.pop(holder_id, None)
         if slot is not None:
             del self._records[slot]
+            self._parts.pop(slot, None)
             self._live &= ~(1 << slot)
             self._dead |= 1 << slot
 
@@ -160,7 +171,7 @@ class RadixIndex:
     # -- match
 
     def match(self, packed: bytes) -> dict[Holder, int]:
-        """Leading base units of `packed` that each holder has, in whole units of the holder."""
+        """Leading base units of `packed` that each holder can reuse, in whole units of it."""
         total = len(packed) // HASH_BYTES
         nodes = self._nodes
         node = nodes.get(packed[:HASH_BYTES])
@@ -171,6 +182,7 @@ class RadixIndex:
             alive |= 1 << slot
         alive &= self._live
         ended: list[tuple[int, int]] = []
+        walked: list[tuple[_Node, int, int]] = []
         at = 0
         while alive:
             count = _common(node.run, packed, at)
@@ -178,6 +190,8 @@ class RadixIndex:
             if still != alive:
                 still |= self._drop_out(node, alive & ~still, at, count, ended)
                 alive = still
+            if self._parts:
+                walked.append((node, at, count))
             at += count
             if at >= total:
                 break
@@ -186,7 +200,7 @@ class RadixIndex:
                 break
             node = following
         ended.extend((slot, at) for slot in _bits(alive))
-        return self._answer(ended)
+        return self._answer(ended, walked)
 
     def _drop_out(
         self, node: _Node, doubtful: int, at: int, count: int, ended: list[tuple[int, int]]
@@ -204,14 +218,36 @@ class RadixIndex:
                 ended.append((slot, at + leading))
         return still
 
-    def _answer(self, ended: list[tuple[int, int]]) -> dict[Holder, int]:
+    def _answer(
+        self, ended: list[tuple[int, int]], walked: list[tuple[_Node, int, int]]
+    ) -> dict[Holder, int]:
         answer: dict[Holder, int] = {}
+        hybrids: Hybrids | None = None
         for slot, units in ended:
             record = self._records[slot]
+            if record.shape is not None:
+                hybrids = hybrids or Hybrids()
+                hybrids.lead(record.holder, record.shape, units)
+                continue
             whole = units - units % record.unit
             if whole > answer.get(record.holder, 0):
                 answer[record.holder] = whole
+        if hybrids is not None:
+            self._collect_parts(hybrids, walked)
+            answer |= hybrids.answer()
         return answer
+
+    def _collect_parts(self, hybrids: Hybrids, walked: list[tuple[_Node, int, int]]) -> None:
+        """What the other classes of hybrid holders have along the way."""
+        for slot, record in self._parts.items():
+            if not hybrids.leads(record.holder):
+                continue
+            for node, at, count in walked:
+                whole = (1 << count) - 1
+                partial = node.partial or {}
+                mask = whole if node.full >> slot & 1 else partial.get(slot, 0) & whole
+                if mask:
+                    hybrids.part(record.holder, record.number, at, mask)
 
 
 def _common(run: bytes, packed: bytes, at: int) -> int:

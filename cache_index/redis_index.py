@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,17 +23,19 @@ from redis.exceptions import RedisError, ResponseError
 from cache_index.blocks import HASH_BYTES
 from cache_index.changes import holder_record, source_name
 from cache_index.errors import IndexUnavailable
+from cache_index.groups import Hybrids
 from cache_index.types import Holder, SourceKey
 
 __all__ = ["ApplyCall", "Keys", "RedisIndex", "Snapshot", "StreamPage"]
 
-_LIBRARY = "kvroute_1"
+_LIBRARY = "kvroute_2"
 _CALL_TIMEOUT_S = 2.0
 # A source that no gateway has renewed for this long is forgotten.
 _SLOT_TTL_MS = 3_600_000
 _STREAM_LENGTH = 4096
 _SCAN_COUNT = 1000
 _READ_COUNT = 256
+_PIECE = struct.Struct("<HHQ")
 
 
 class Keys:
@@ -173,12 +176,19 @@ class RedisIndex:
         """Like the mirror's match, answered by Redis itself; trust is not looked at."""
         reply = await self._fcall("match", [self.keys.meta], [self.keys.prefix, packed], "FCALL_RO")
         answer: dict[Holder, int] = {}
-        for record_bytes, units in zip(reply[::2], reply[1::2], strict=True):
+        hybrids = Hybrids()
+        for record_bytes, units, pieces in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             record = holder_record(record_bytes)
+            for at, count, mask in _PIECE.iter_unpack(pieces):
+                hybrids.part(record.holder, record.number, at, mask & (1 << count) - 1)
+            if record.shape is not None and not record.number:
+                hybrids.lead(record.holder, record.shape, units)
+            if record.shape is not None:
+                continue
             whole = units - units % record.unit
             if whole > answer.get(record.holder, 0):
                 answer[record.holder] = whole
-        return answer
+        return answer | hybrids.answer()
 
     async def sweep(self, nodes: int) -> tuple[int, int, bool]:
         """One step of cleaning: (nodes seen, nodes left, the round is complete)."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache_index.blocks import HASH_BYTES
+from cache_index.changes import PART
 from cache_index.ledger import Block, Ledger, NewEpoch, Operation, Remove, Store
 from cache_index.redis_index import ApplyCall
 from cache_index.types import SourceKey
@@ -152,11 +153,12 @@ class SourceWriter:
         if draft.tier != tier:
             draft.tier = tier
             name = tier.encode()
-            draft.data += struct.pack("<cHB", b"T", self._ledger.unit, len(name)) + name
+            unit, part = self._ledger.unit_of(tier)
+            draft.data += struct.pack("<cHB", b"T", unit | part * PART, len(name)) + name
 
     def _remove(self, draft: _Draft, operation: Remove) -> bool:
         """False if its units were stored in this very call, so that their places are unknown."""
-        units = operation.block.units
+        units = operation.block.units[operation.keep * HASH_BYTES :]
         places = self._places.get(operation.tier, {})
         split = [units[at : at + HASH_BYTES] for at in range(0, len(units), HASH_BYTES)]
         if not draft.unplaced.isdisjoint(split):
@@ -175,7 +177,8 @@ class SourceWriter:
         if anchor is not None and anchor in draft.unplaced:
             return False
         self._pending.popleft()
-        room = max(1, (_UNITS_PER_CALL - draft.units) // max(1, self._ledger.unit))
+        block_units = max(1, len(operation.blocks[0].units) // HASH_BYTES)
+        room = max(1, (_UNITS_PER_CALL - draft.units) // block_units)
         now = operation
         if len(operation.blocks) > room:
             now = Store(operation.tier, operation.blocks[:room])

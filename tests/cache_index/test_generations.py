@@ -151,6 +151,7 @@ GENERATIONS: dict[str, tuple[str, list[Event]]] = {
                 extra_keys=[["salt"], None],
                 group=0,
                 kind="full_attention",
+                lookahead=True,
             ),
             BlockRemoved([11], "GPU", 0),
         ],

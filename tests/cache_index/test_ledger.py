@@ -8,7 +8,8 @@ import pytest
 
 from cache_index import Root, chain_packed, pack_tokens
 from cache_index.events import decode_batch
-from cache_index.ledger import Ledger, Operation, Remove, Store
+from cache_index.groups import part_of
+from cache_index.ledger import Ledger, NewEpoch, Operation, Remove, Store
 
 from .publisher import MODEL, encode, removed, stored
 
@@ -123,14 +124,186 @@ def test_more_tokens_than_blocks_is_no_credit(ledger: Ledger) -> None:
     assert feed(ledger, stored([1], TOKENS)) == []
 
 
-def test_only_the_first_full_attention_group_counts(ledger: Ledger) -> None:
-    mamba = stored([7], TOKENS[:16], kv_cache_spec_kind="mamba", group_idx=0)
-    full = stored([1], TOKENS[:16], kv_cache_spec_kind="full_attention", group_idx=1)
-    other = stored([1], TOKENS[:16], kv_cache_spec_kind="full_attention", group_idx=2)
-    unnamed = stored([8], TOKENS[:16], group_idx=4)
-    assert units(feed(ledger, mamba, full, other, unnamed)) == chain(TOKENS[:16])
-    assert feed(ledger, removed([1], group_idx=2), removed([7], group_idx=0)) == []
-    assert len(feed(ledger, removed([1], group_idx=1))) == 1
+FULL = {"kv_cache_spec_kind": "full_attention", "group_idx": 0}
+WINDOW = {
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 20,
+    "group_idx": 1,
+}
+STATE = {"kv_cache_spec_kind": "mamba", "group_idx": 2}
+
+
+def told(ledger: Ledger, operations: list[Operation]) -> dict[str, bytes]:
+    """What an index that follows the operations has, by class: "f", "w", "s", or a tier."""
+    held: dict[str, bytes] = {}
+    for op in operations:
+        if isinstance(op, NewEpoch):
+            held = {}
+        elif isinstance(op, Store):
+            tier, number, shape = part_of(op.tier)
+            name = tier if shape is None else shape.classes[number].rule
+            held[name] = held.get(name, b"") + b"".join(block.units for block in op.blocks)
+    return held
+
+
+def test_each_class_of_groups_is_told_by_itself(ledger: Ledger) -> None:
+    out = feed(
+        ledger,
+        stored([1, 2, 3, 4], TOKENS, **FULL),
+        stored([3, 4], TOKENS, **WINDOW),
+        stored([4], TOKENS, **STATE),
+    )
+    units_ = chain(TOKENS)
+    assert told(ledger, out) == {"f": units_, "w": units_[16:], "s": units_[24:]}
+    assert not ledger.orphaned
+    (gone,) = feed(ledger, removed([4], group_idx=2))
+    assert isinstance(gone, Remove)
+    assert ledger.unit_of(gone.tier) == (1, True)
+
+
+def test_groups_may_come_in_any_order(ledger: Ledger) -> None:
+    out = feed(
+        ledger,
+        stored([4], TOKENS, kv_cache_spec_kind="mamba", group_idx=0),
+        stored([1, 2, 3, 4], TOKENS, kv_cache_spec_kind="full_attention", group_idx=1),
+    )
+    assert told(ledger, out) == {"f": chain(TOKENS), "s": chain(TOKENS)[24:]}
+    assert ledger.unusable == ""
+
+
+def test_a_group_that_was_not_known_tells_all_anew(ledger: Ledger) -> None:
+    before = feed(ledger, stored([1, 2], TOKENS[:32], **FULL))
+    assert told(ledger, before) == {"device": chain(TOKENS[:32])}
+    after = feed(ledger, stored([2], TOKENS[:32], **WINDOW))
+    assert isinstance(after[-3], NewEpoch)
+    assert told(ledger, after) == {"f": chain(TOKENS[:32]), "w": chain(TOKENS[:32])[8:]}
+
+
+def test_groups_of_one_class_hold_what_all_of_them_hold(ledger: Ledger) -> None:
+    other = FULL | {"group_idx": 1}
+    feed(ledger, stored([1, 2], TOKENS[:32], **FULL), stored([1, 2], TOKENS[:32], **other))
+    assert b"".join(b.units for op in ledger.held() for b in op.blocks) == chain(TOKENS[:32])
+    assert len(feed(ledger, removed([2], group_idx=1))) == 1
+    assert feed(ledger, removed([2], group_idx=0)) == []
+    assert feed(ledger, stored([2], TOKENS[16:32], parent=1, **FULL)) == []
+    assert len(feed(ledger, stored([2], TOKENS[16:32], parent=1, **other))) == 1
+
+
+def test_a_removal_in_the_batch_of_its_store_is_not_overtaken(ledger: Ledger) -> None:
+    feed(ledger, stored([1, 2], TOKENS[:32], **FULL), stored([2], TOKENS[:32], **STATE))
+    feed(
+        ledger,
+        stored([3], TOKENS[32:48], parent=2, **FULL),
+        stored([3], TOKENS[32:48], parent=2, **STATE),
+        removed([3], group_idx=2),
+    )
+    assert told(ledger, list(ledger.held()))["s"] == chain(TOKENS[:32])[8:]
+
+
+def test_a_block_whose_place_is_not_said_is_left_out(ledger: Ledger) -> None:
+    out = feed(ledger, stored([1, 2], TOKENS[:32], **FULL), stored([9], TOKENS[:32], **STATE))
+    assert told(ledger, out) == {"f": chain(TOKENS[:32])}
+    assert ledger.counts["unplaced"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kv_cache_spec_kind": "cross_attention", "group_idx": 1}, "cross_attention"),
+        ({"kv_cache_spec_kind": "unknown", "group_idx": 1}, "unknown"),
+        ({"group_idx": 1}, "none"),
+        ({"kv_cache_spec_kind": "sliding_window", "group_idx": 1, "block_size": 8}, "8 tokens"),
+        ({"lookahead_token_ids": [[7]], **FULL}, "following block"),
+    ],
+)
+def test_what_is_not_understood_makes_the_source_unusable_and_says_why(
+    ledger: Ledger, fields: dict[str, Any], why: str
+) -> None:
+    feed(ledger, stored([1], TOKENS[:16], **FULL))
+    feed(ledger, stored([1], TOKENS[:16]) | fields)
+    assert why in ledger.unusable
+    ledger.forget_shape()
+    assert ledger.unusable == ""
+
+
+def test_without_full_attention_there_is_no_credit(ledger: Ledger) -> None:
+    feed(ledger, stored([1], TOKENS[:16], **WINDOW))
+    assert "full-attention" in ledger.unusable
+
+
+def test_an_entry_inside_a_block_is_not_a_block(ledger: Ledger) -> None:
+    wide = {"block_size": 32, **FULL}
+    feed(ledger, stored([1], TOKENS[:32], **wide))
+    assert feed(ledger, stored([5], TOKENS[32:48], parent=1, **FULL)) == []
+    assert not ledger.orphaned
+    assert ledger.counts["partial_entry"] == 1
+
+
+def test_an_entry_inside_a_block_that_came_first_is_forgotten(ledger: Ledger) -> None:
+    feed(ledger, stored([5], TOKENS[:16], **FULL))
+    out = feed(ledger, stored([1], TOKENS[:32], block_size=32, **FULL))
+    assert told(ledger, out) == {"device": chain(TOKENS[:32])}
+    assert ledger.unit == 2
+
+
+def test_blocks_that_part_in_their_middle_keep_what_they_share(ledger: Ledger) -> None:
+    other = TOKENS[:32] + list(range(900, 932))
+    feed(ledger, stored([1], TOKENS, block_size=64), stored([2], other, block_size=64))
+    (gone,) = feed(ledger, removed([1]))
+    assert isinstance(gone, Remove)
+    assert gone.keep == 2
+    (gone,) = feed(ledger, removed([2]))
+    assert isinstance(gone, Remove)
+    assert gone.keep == 0
+
+
+REPORT = stored([1, 2], TOKENS[:32], **FULL)
+NEXT = stored([3], TOKENS[32:48], parent=2, **FULL)
+
+
+def test_blocks_announced_again_are_not_copies(ledger: Ledger) -> None:
+    feed(ledger, REPORT)
+    assert feed(ledger, REPORT, NEXT)
+    feed(ledger, REPORT)
+    feed(ledger, REPORT, stored([4], TOKENS[:16], parent=2, **FULL))
+    assert len(feed(ledger, removed([2], group_idx=0))) == 1
+    assert len(feed(ledger, removed([1], group_idx=0))) == 1
+    assert ledger.counts["reports_reuse"] == 1
+
+
+def test_copies_are_counted_where_reuse_is_not_reported(ledger: Ledger) -> None:
+    feed(ledger, REPORT)
+    feed(ledger, REPORT)
+    feed(ledger, NEXT)
+    feed(ledger, stored([2], TOKENS[16:32], parent=1, **FULL))
+    assert feed(ledger, removed([2], group_idx=0), removed([2], group_idx=0)) == []
+    assert len(feed(ledger, removed([2], group_idx=0))) == 1
+
+
+def test_an_event_may_say_itself_that_it_is_a_report(ledger: Ledger) -> None:
+    feed(ledger, REPORT)
+    feed(ledger, REPORT | {"origin": "REUSED"})
+    assert len(feed(ledger, removed([1, 2], group_idx=0))) == 2
+
+
+def test_a_report_about_windows_and_states_names_blocks_that_are_not_there(
+    ledger: Ledger,
+) -> None:
+    tail = [stored([2], TOKENS[:32], **WINDOW), stored([2], TOKENS[:32], **STATE)]
+    report = [REPORT, stored([1, 2], TOKENS[:32], **WINDOW), stored([1, 2], TOKENS[:32], **STATE)]
+    feed(ledger, REPORT, *tail)
+    out = feed(ledger, *report, NEXT)
+    assert NewEpoch("announces reused blocks") in out
+    assert ledger.orphaned
+    feed(ledger, REPORT, *tail)
+    feed(ledger, *report)
+    assert told(ledger, list(ledger.held()))["w"] == chain(TOKENS[:32])[8:]
+    assert told(ledger, list(ledger.held()))["s"] == chain(TOKENS[:32])[8:]
+
+
+def test_a_hybrid_models_pools_give_no_credit(ledger: Ledger) -> None:
+    feed(ledger, stored([1], TOKENS[:16], **FULL), stored([1], TOKENS[:16], **STATE))
+    assert feed(ledger, stored([1], [], block_size=0, medium="CPU", group_idx=0)) == []
 
 
 @pytest.mark.parametrize("medium", ["CPU", "cpu", "CPU_PINNED"])
