@@ -38,7 +38,8 @@ class Connector:
 class Publisher:
     """One rank's publisher. `endpoint` and `replay_endpoint` as they are connected to.
 
-    `connected`: a ZMQ handshake succeeded. `replays`: a replay ran to its end.
+    `connected`: a ZMQ handshake succeeded. `replays`: a replay ran to its end. `dials`: it connects
+    to the gateway's socket by design, so that the doctor cannot hear it.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Publisher:
     topic: str
     connected: bool
     replays: bool = False
+    dials: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,9 +105,8 @@ async def _open(
     stack.callback(socket.close, 0)
     # Everything, so that a topic that differs from the declared one is heard too.
     socket.subscribe(b"")
-    connected, replays = await asyncio.gather(
-        _connect(socket, stack, spec.endpoint, limit_s), _replays(context, spec, limit_s)
-    )
+    reach = _never() if spec.dials else _connect(socket, stack, spec.endpoint, limit_s)
+    connected, replays = await asyncio.gather(reach, _replays(context, spec, limit_s))
     if connected:
         tasks.append(asyncio.create_task(_receive(socket, spec.rank, ears)))
     return Publisher(
@@ -117,7 +116,12 @@ async def _open(
         topic=spec.topic,
         connected=connected,
         replays=replays,
+        dials=spec.dials,
     )
+
+
+async def _never() -> bool:
+    return False
 
 
 async def _connect(

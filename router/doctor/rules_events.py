@@ -33,7 +33,7 @@ def event_findings(facts: ReplicaFacts) -> Iterator[Finding]:
     for publisher in facts.publishers:
         if publisher.endpoint in crowded:
             continue
-        if not publisher.connected:
+        if not publisher.connected and not publisher.dials:
             yield _not_reached(facts, publisher)
         else:
             yield from _replay(facts, publisher)
@@ -73,7 +73,8 @@ def _users(facts: ReplicaFacts) -> dict[str, list[str]]:
     """Endpoints that are said to serve more than one purpose, and which."""
     users: dict[str, list[str]] = {}
     for each in facts.publishers:
-        users.setdefault(each.endpoint, []).append(f"rank {each.rank} publishes")
+        if not each.dials:  # what they dial is one socket for all of them
+            users.setdefault(each.endpoint, []).append(f"rank {each.rank} publishes")
         if each.replay_endpoint is not None:
             users.setdefault(each.replay_endpoint, []).append(f"rank {each.rank} replays")
     return {endpoint: names for endpoint, names in users.items() if len(names) > 1}
@@ -232,7 +233,7 @@ def shared_endpoints(fleet: tuple[ReplicaFacts, ...]) -> Iterator[Finding]:
     uses = Counter(
         (each.endpoint, facts.name)
         for facts in fleet
-        for each in {publisher.endpoint: publisher for publisher in facts.publishers}.values()
+        for each in {one.endpoint: one for one in facts.publishers if not one.dials}.values()
     )
     by_endpoint: dict[str, list[str]] = {}
     for endpoint, name in uses:

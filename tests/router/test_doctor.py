@@ -25,6 +25,7 @@ from loadgen.replica.setup import Events, Pool
 from loadgen.replica.wire import EventEncoding
 from router.config import ReplicaConfig, Settings
 from router.doctor import Finding, ReplicaFacts, Severity, findings
+from router.doctor.facts import Publisher
 from router.doctor.gather import Examiner
 from router.identify import load_tokenizers
 from tests.router.simulated import FOLDER, Start, declared, language, starting
@@ -507,6 +508,18 @@ async def test_with_passive_nothing_is_generated(start: Start) -> None:
     fleet = await start()
     await examined(*fleet.replicas, active=False)
     assert fleet.replicas[0].ranks[0].stats.prompt == 0
+
+
+def test_a_publisher_that_dials_the_gateway_is_not_looked_for() -> None:
+    where = {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:2"}
+    dials = Publisher(rank=0, topic="", connected=False, replays=True, dials=True, **where)
+    facts = ReplicaFacts(name="a:1", url="http://a:1", publishers=(dials,))
+    settings = Settings(replicas=[ReplicaConfig(url="http://a:1")])
+    second = replace(dials, rank=1, replay_endpoint="tcp://127.0.0.1:3")
+    other = replace(facts, name="b:1", publishers=(dials, second))
+    assert findings((facts, replace(other, dp_size=2)), settings) == ()
+    (seen,) = findings((replace(facts, publishers=(replace(dials, dials=False),)),), settings)
+    assert seen.code == "events_unreachable"
 
 
 def test_findings_are_in_order_and_the_same_each_time() -> None:
