@@ -83,4 +83,7 @@ def _begins(known_ids: Sequence[Ids], ids: Ids) -> bool:
 
 
 def _follows(event: BlockStored, last: EngineHash | None, first: BlockStored) -> bool:
+    """Whether it goes on where the chain stands; a hybrid model tells its groups side by side."""
+    if event.group != first.group:
+        return False
     return event is first if last is None else event.parent == last

@@ -77,9 +77,11 @@ class Prober:
             return Probe(refused=first.complaint)
         self._learn(first)
         heard = [await self._hear(salt, rank)]
+        answers = [first, await self._send(salt, rank), await self._send(other, rank)]
+        # Once more: long prompts are told of in pieces, and what a pool has comes later.
+        heard[0] = hear(self._ears.messages, rank, salt, self._known) or heard[0]
         if heard[0].salted:
             self._known.clear()  # the salt is enough, and tells these requests apart
-        answers = [first, await self._send(salt, rank), await self._send(other, rank)]
         heard += [await self._elsewhere(each) for each in self._patient.ranks[1:MAX_RANKS]]
         cached = [_cached(each) for each in answers]
         return Probe(

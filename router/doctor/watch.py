@@ -34,7 +34,7 @@ LOOK_S = 1.0
 """How often the fleet is looked over for replicas to examine; that costs no question."""
 LEAST_PAUSE_S = 20.0
 """A replica that comes and goes is not examined more often than this."""
-AT_ONCE = 2
+AT_ONCE = 4
 ANSWER_S = 5.0
 _LEVELS = {
     Severity.ERROR: logging.WARNING,
