@@ -72,7 +72,7 @@ class Dispatcher:
             choices = replicas if tried else first_choices(plan, replicas)
             if cuts:
                 choices = self._drops.apart(replicas)
-            placement = self._placer.place(plan.prompt, choices, plan.matched.tokens, plan.rank)
+            placement = self._placer.place(plan.prompt, choices, plan.matched, plan.rank)
             call.on_trial = not tried and choices is not replicas
             call.placement = placement
             replica = placement.replica

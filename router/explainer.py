@@ -60,8 +60,7 @@ class Explainer:
             replicas = self._planner.candidates(plan.model, plan.only)
             choices = first_choices(plan, replicas)
             call.on_trial = choices is not replicas
-            matched = plan.matched.tokens
-            call.placement = self._placer.preview(plan.prompt, choices, matched, plan.rank)
+            call.placement = self._placer.preview(plan.prompt, choices, plan.matched, plan.rank)
             kept = self._receipts.kept(call, running=False)
         finally:
             call.unwatch()

@@ -40,23 +40,13 @@ class Prompt(NamedTuple):
     source: str = "none"
 
 
-class RootMatch(NamedTuple):
-    """What the index said of one root: base units from the start, for each holder of any tier."""
+# Plain tuples, because every request makes one of each.
 
-    base: str
-    adapter: str
-    root: int
-    units: Mapping[Holder, int]
-
-
-class Match(NamedTuple):
-    """Tokens credited by (replica, rank), and what that was read from."""
-
-    tokens: Mapping[tuple[str, int], int]
-    roots: Sequence[RootMatch]
-
-
-NO_MATCH = Match({}, ())
+RootMatch = tuple[str, str, int, Mapping[Holder, int]]
+"""Base model, adapter, the root's digest, and what the index said: units by holder of any tier."""
+Match = tuple[Mapping[tuple[str, int], int], Sequence[RootMatch]]
+"""Tokens credited by (replica, rank), and what that was read from."""
+NO_MATCH: Match = ({}, ())
 
 
 class Placement(NamedTuple):
@@ -104,11 +94,11 @@ class Placer:
             root = _root(base, adapter, prompt.salt)
             hashes = chain_packed(root, prompt.token_ids[:-4], self._unit_tokens)
             held = self._index.match(root, hashes)
-            roots.append(RootMatch(base, adapter, root, held))
+            roots.append((base, adapter, root, held))
             for holder, units in held.items():
                 if holder.tier == DEVICE_TIER:
                     matched[holder.replica, holder.rank] = units * self._unit_tokens
-        return Match(matched, roots)
+        return matched, roots
 
     def place(
         self,

@@ -16,7 +16,7 @@ from router.config import Settings
 from router.errors import InvalidRequest, NoReplica, OwnerGone, PinRefused
 from router.identify import Identifier
 from router.owners import Owners
-from router.placement import BYTES_PER_TOKEN_GUESS, NO_MATCH, Match, Placer, Prompt
+from router.placement import BYTES_PER_TOKEN_GUESS, NO_MATCH, Match, Placer, Prompt, RootMatch
 from router.prompt import Request, load_object, parse_request
 from router.replicas import Fleet, Replica
 from router.routes import Kind
@@ -43,7 +43,8 @@ class Plan(NamedTuple):
     body: bytes
     upload: Upload | None
     prompt: Prompt
-    matched: Match
+    matched: Mapping[tuple[str, int], int]
+    roots: Sequence[RootMatch]
     streaming: bool
     repeatable: bool
     only: str | None
@@ -154,7 +155,8 @@ class Planner:
             body=body,
             upload=None,
             prompt=prompt or guessed,
-            matched=matched,
+            matched=matched[0],
+            roots=matched[1],
             streaming=streaming,
             repeatable=call.route.repeatable or call.method == "GET",
             only=only.replica if only else None,

@@ -123,6 +123,7 @@ def _request(kept: Kept) -> Json:
 
 
 def _root(match: RootMatch, unit_tokens: int) -> Json:
+    base, adapter, digest, held = match
     holders = [
         {
             "replica": holder.replica,
@@ -132,10 +133,10 @@ def _root(match: RootMatch, unit_tokens: int) -> Json:
             "matched_tokens": units * unit_tokens,
             "credited": holder.tier == DEVICE_TIER,
         }
-        for holder, units in sorted(match.units.items(), key=lambda each: (-each[1], each[0]))
+        for holder, units in sorted(held.items(), key=lambda each: (-each[1], each[0]))
     ]
-    names = {"model": match.base, "adapter": match.adapter or None}
-    return {**names, "digest": f"{match.root:016x}", "holders": holders}
+    names = {"model": base, "adapter": adapter or None}
+    return {**names, "digest": f"{digest:016x}", "holders": holders}
 
 
 def _candidates(snapshot: Snapshot, choice: Choice) -> list[Json]:

@@ -47,9 +47,9 @@ def prompt(tokens: int, model: str = "base", salt: str = "") -> Prompt:
 def test_the_last_token_is_never_credited() -> None:
     index = TaughtIndex(lambda root, hashes: {Holder("a", 0, "device"): len(hashes)})
     one = [replica("a")]
-    assert placer(index).match(prompt(64), one).tokens == {("a", 0): 48}
-    assert placer(index).match(prompt(65), one).tokens == {("a", 0): 64}
-    assert placer(index).match(prompt(17), one).tokens == {("a", 0): 16}
+    assert placer(index).match(prompt(64), one)[0] == {("a", 0): 48}
+    assert placer(index).match(prompt(65), one)[0] == {("a", 0): 64}
+    assert placer(index).match(prompt(17), one)[0] == {("a", 0): 16}
 
 
 def test_prompts_below_one_unit_or_unknown_are_not_looked_up() -> None:
@@ -89,8 +89,8 @@ def test_hashes_are_the_chain_of_the_prompt() -> None:
 def test_other_tiers_give_no_credit_yet() -> None:
     index = TaughtIndex(lambda root, hashes: {Holder("a", 0, "host"): 3})
     found = placer(index).match(prompt(64), [replica("a")])
-    assert found.tokens == {}
-    assert [dict(each.units) for each in found.roots] == [{Holder("a", 0, "host"): 3}]
+    assert found[0] == {}
+    assert [dict(held) for *_, held in found[1]] == [{Holder("a", 0, "host"): 3}]
 
 
 def test_the_chosen_rank_carries_its_own_credit() -> None:
@@ -98,7 +98,7 @@ def test_the_chosen_rank_carries_its_own_credit() -> None:
     place = placer(index)
     fleet = [replica("a"), replica("b", (0, 1))]
     one = prompt(64)
-    placement = place.place(one, fleet, place.match(one, fleet).tokens)
+    placement = place.place(one, fleet, place.match(one, fleet)[0])
     assert (placement.replica.name, placement.rank) == ("b", 1)
     assert (placement.matched_tokens, placement.uncached_tokens) == (32, 32)
     assert len(placement.choice.scores) == 3
