@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import orjson
 
-from loadgen.replica.answers import JSON, Usage, total_usage
+from loadgen.replica.answers import JSON, Usage
 from loadgen.replica.generation import Sample
 from loadgen.replica.http import Exchange
 from loadgen.replica.model import FirstToken
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
+_AFTER_USAGE = ("system_fingerprint", "prompt_token_ids", "prompt_text")
 
 
 class ChunkFormat(Protocol):
@@ -23,8 +24,11 @@ class ChunkFormat(Protocol):
     def opening(self, sample: Sample) -> JSON | None:
         """The chunk before all content of a choice, if there is one."""
 
-    def piece(self, sample: Sample, start: int, end: int, last: bool) -> JSON:
-        """Tokens `start` to `end` of a choice."""
+    def pieces(self, sample: Sample, start: int, end: int, last: bool) -> list[JSON]:
+        """Tokens `start` to `end` of a choice, in one chunk or more."""
+
+    def progress(self, usage: Usage) -> JSON:
+        """The usage that each chunk carries if asked to."""
 
     def closing(self, usage: Usage) -> JSON:
         """The chunk that carries the usage of a stream."""
@@ -60,18 +64,27 @@ class Answer:
     """One request's answer over all of its samples; subclasses tell how it is written.
 
     `per_prompt` is the number of samples of each prompt: only the first of them counts for
-    cached tokens, as the prompt counts once. `on_done` is called before the answer completes.
+    cached tokens, as the prompt counts once. Of several prompts, vLLM's completions tell the
+    cached tokens of one alone, and so does `one_prompt`: of the last one, or in a stream of the
+    first that answers. `on_done` is called before the answer completes.
     """
 
     def __init__(
-        self, samples: Sequence[Sample], *, per_prompt: int = 1, details: bool = True
+        self,
+        samples: Sequence[Sample],
+        *,
+        per_prompt: int = 1,
+        one_prompt: bool = False,
+        details: bool = True,
     ) -> None:
         self.on_done: Callable[[], None] = _nothing
         self._samples = list(samples)
         self._per_prompt = per_prompt
         self._details = details
         self._left = len(samples)
-        self._cached_tokens = 0
+        self._one_prompt = one_prompt
+        self._cached_tokens: dict[int, int] = {}
+        self._created_tokens = 0
         self._generated_tokens = 0
 
     def sinks(self) -> list[SampleSink]:
@@ -79,17 +92,30 @@ class Answer:
         return [SampleSink(self, place, each) for place, each in enumerate(self._samples)]
 
     def usage(self) -> Usage:
-        """Tokens so far."""
-        return total_usage(
-            self._samples, self._cached_tokens, self._generated_tokens, details=self._details
+        """Tokens so far; a prompt counts once however many samples it has."""
+        prompts = {id(each.prompt_ids): len(each.prompt_ids) for each in self._samples}
+        cached = self._cached_tokens
+        if self._one_prompt and cached:
+            cached = self._of_one_prompt(cached)
+        return Usage(
+            sum(prompts.values()),
+            self._generated_tokens,
+            sum(cached.values()),
+            self._created_tokens,
+            self._details,
         )
+
+    def _of_one_prompt(self, cached_tokens: dict[int, int]) -> dict[int, int]:
+        last = max(cached_tokens)
+        return {last: cached_tokens[last]}
 
     def tokens(
         self, sample: Sample, start: int, end: int, first: FirstToken | None, finished: bool
     ) -> None:
         """Tokens `start` to `end` of a sample have come."""
         if first is not None and sample.index % self._per_prompt == 0:
-            self._cached_tokens += first.cached_tokens
+            self._cached_tokens[sample.index] = first.cached_tokens
+            self._created_tokens += first.created_tokens
         self._generated_tokens += end - start
         self._write(sample, start, end, finished)
         if finished:
@@ -127,9 +153,10 @@ class WholeAnswer(Answer):
         then: Callable[[Sequence[Sample], Usage], None],
         *,
         per_prompt: int = 1,
+        one_prompt: bool = False,
         details: bool = True,
     ) -> None:
-        super().__init__(samples, per_prompt=per_prompt, details=details)
+        super().__init__(samples, per_prompt=per_prompt, one_prompt=one_prompt, details=details)
         self._then = then
 
     def _write(self, sample: Sample, start: int, end: int, finished: bool) -> None:
@@ -152,10 +179,15 @@ class StreamedAnswer(Answer):
         details: bool = True,
         usage_wanted: tuple[bool, bool] = (False, False),
     ) -> None:
-        super().__init__(samples, per_prompt=per_prompt, details=details)
+        super().__init__(samples, per_prompt=per_prompt, one_prompt=True, details=details)
         self._exchange = exchange
         self._form = form
         self._final_usage, self._every_usage = usage_wanted
+        self._opened = False
+
+    def _of_one_prompt(self, cached_tokens: dict[int, int]) -> dict[int, int]:
+        first = next(iter(cached_tokens))
+        return {first: cached_tokens[first]}
 
     def begin(self) -> None:
         """Send the response's head."""
@@ -163,15 +195,21 @@ class StreamedAnswer(Answer):
 
     def _write(self, sample: Sample, start: int, end: int, finished: bool) -> None:
         data = b""
-        if not start:
-            opening = self._form.opening(sample)
-            data = b"" if opening is None else self._event(opening, 0)
-        data += self._event(self._form.piece(sample, start, end, finished), end)
+        if not self._opened:
+            self._opened = True
+            # All choices are opened with the first token of any.
+            opening = [self._form.opening(each) for each in self._samples]
+            data = b"".join(self._event(body, sample, 0) for body in opening if body)
+        for body in self._form.pieces(sample, start, end, finished):
+            data += self._event(body, sample, end)
         self._exchange.send(data)
 
-    def _event(self, body: JSON, generated_tokens: int) -> bytes:
+    def _event(self, body: JSON, sample: Sample, generated_tokens: int) -> bytes:
         if self._every_usage:
-            body = {**body, "usage": self.usage().json()}
+            usage = self._form.progress(Usage(len(sample.prompt_ids), generated_tokens, 0))
+            # Before what only some chunks have.
+            later = {name: body.pop(name) for name in _AFTER_USAGE if name in body}
+            body = {**body, "usage": usage, **later}
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
     def _complete(self) -> None:
@@ -185,8 +223,10 @@ class StreamedAnswer(Answer):
 class EventAnswer(Answer):
     """Typed server-sent events of one sample, without [DONE]."""
 
-    def __init__(self, exchange: Exchange, form: EventFormat, sample: Sample) -> None:
-        super().__init__([sample])
+    def __init__(
+        self, exchange: Exchange, form: EventFormat, sample: Sample, *, details: bool = True
+    ) -> None:
+        super().__init__([sample], details=details)
         self._exchange = exchange
         self._form = form
 

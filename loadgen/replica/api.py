@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import orjson
 
 from loadgen.replica.audio import AudioRoutes
 from loadgen.replica.batches import BatchRoutes
 from loadgen.replica.dispatch import Dispatcher
-from loadgen.replica.errors import EngineError, RequestRefused, TokenizerError
+from loadgen.replica.errors import (
+    EngineError,
+    InvalidBody,
+    NoRoute,
+    RequestRefused,
+    TokenizerError,
+)
 from loadgen.replica.faults import FaultPlan, Faults
 from loadgen.replica.generating import GenerationRoutes
 from loadgen.replica.generation import Generator
@@ -144,7 +151,12 @@ class ReplicaAPI:
 
 def _refuse(exchange: Exchange, refusal: RequestRefused) -> None:
     message = str(refusal)
-    if exchange.request.path.startswith("/v1/messages"):
+    body: dict[str, Any]
+    headers = {}
+    if isinstance(refusal, NoRoute):
+        body = {"detail": message}
+        headers = {"allow": refusal.methods} if refusal.methods else {}
+    elif exchange.request.path.startswith("/v1/messages") and not isinstance(refusal, InvalidBody):
         body = {"type": "error", "error": {"type": refusal.kind, "message": message}}
     else:
         error = {
@@ -154,4 +166,4 @@ def _refuse(exchange: Exchange, refusal: RequestRefused) -> None:
             "code": refusal.status,
         }
         body = {"error": error}
-    exchange.respond(refusal.status, orjson.dumps(body))
+    exchange.respond(refusal.status, orjson.dumps(body), headers=headers)

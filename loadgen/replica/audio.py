@@ -60,16 +60,20 @@ class SpeechFormat:
         """There is no opening chunk."""
         return None
 
-    def piece(self, sample: Sample, start: int, end: int, last: bool) -> JSON:
+    def pieces(self, sample: Sample, start: int, end: int, last: bool) -> list[JSON]:
         """Tokens `start` to `end` of the text."""
         choice: JSON = {"delta": {"content": "".join(sample.pieces[start:end])}}
         if last:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
-        return {**self._head, "choices": [choice]}
+        return [{**self._head, "choices": [choice]}]
+
+    def progress(self, usage: Usage) -> JSON:
+        """The usage that each chunk carries if asked to."""
+        return usage.counts()
 
     def closing(self, usage: Usage) -> JSON:
         """The chunk that carries the usage."""
-        return {**self._head, "choices": [], "usage": usage.json()}
+        return {**self._head, "choices": [], "usage": usage.counts()}
 
     def brief(self, sample: Sample) -> JSON:
         """`response_format: json`."""

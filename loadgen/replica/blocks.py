@@ -1,8 +1,9 @@
 """The block cache of one rank: reference counts, content hashes and the order of reuse.
 
 Free blocks keep their content until they are taken for something else. The order of reuse is
-vLLM's: never-used blocks first, then the least recently freed; a sequence gives its blocks
-back tail first, so that its head, which others may share, survives longest.
+vLLM's: first blocks without content (an unfilled tail, just given back, before those that were
+never used), then the least recently freed; a sequence gives its blocks back tail first, so that
+its head, which others may share, survives longest.
 """
 
 from __future__ import annotations
@@ -81,12 +82,17 @@ class BlockPool:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """One user fewer for each block, the last of the sequence first."""
-        refs, free = self._refs, self._free
+        refs, free, content = self._refs, self._free, self._content
+        useless: list[int] = []
         for block in reversed(blocks):
             left = refs[block] - 1
             refs[block] = left
             if not left:
                 free[block] = None
+                if content[block] is None:
+                    useless.append(block)
+        for block in reversed(useless):
+            free.move_to_end(block, last=False)
 
     def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
         """Record the content of blocks that have just been filled."""

@@ -318,7 +318,10 @@ class Engine:
         self.stats.generated += 1
         run.emitted += 1
         if run.emitted == 1:
-            result.first[request_id] = FirstToken(run.cached, run.arrived_s, run.admitted_s)
+            size = self.model.block_size_tokens
+            created = (run.target // size * size - run.cached) * self.model.prefix_caching
+            first = FirstToken(run.cached, run.arrived_s, run.admitted_s, created)
+            result.first[request_id] = first
         self._decoding[request_id] = run
         run.joined_round = self._round
         if run.emitted >= run.request.max_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from loadgen.replica.answering import Answer, StreamedAnswer, WholeAnswer, respond_json
 from loadgen.replica.answers import ChatFormat, CompletionFormat, Usage
@@ -19,6 +20,7 @@ from loadgen.replica.requests import (
     read_json,
 )
 from loadgen.replica.routing import Route
+from loadgen.replica.tools import forced_text
 
 
 class GenerationRoutes:
@@ -43,26 +45,29 @@ class GenerationRoutes:
         frame = self._reader.frame(exchange.request, request, ChatFormat.id_prefix)
         prompt = self._reader.chat_ids(request)
         form = ChatFormat(request, frame, self._generator.tokenizer)
-        self._generate(exchange, request, form, [prompt], adapter)
+        samples = self._generator.samples([prompt], request, forced_text(request))
+        if request.tool_choice == "required":
+            samples = [_called(sample) for sample in samples]
+        self._generate(exchange, request, form, samples, adapter)
 
     def _completion(self, exchange: Exchange) -> None:
         request = read_json(exchange.request, CompletionRequest)
-        check_completion(request)
+        check_completion(request, self._generator.tokenizer.size)
         adapter = self._reader.adapter(request.model)
         frame = self._reader.frame(exchange.request, request, CompletionFormat.id_prefix)
         prompts = self._reader.completion_ids(request)
         form = CompletionFormat(request, frame, self._generator.tokenizer)
-        self._generate(exchange, request, form, prompts, adapter)
+        samples = self._generator.samples(prompts, request)
+        self._generate(exchange, request, form, samples, adapter)
 
     def _generate(
         self,
         exchange: Exchange,
         request: GenerationFields,
         form: ChatFormat | CompletionFormat,
-        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
         adapter: str,
     ) -> None:
-        samples = self._generator.samples(prompts, request)
         per_prompt = request.n or 1
         details = self._dispatcher.setup.prompt_tokens_details
 
@@ -81,10 +86,18 @@ class GenerationRoutes:
                 usage_wanted=usage,
             )
         else:
-            answer = WholeAnswer(samples, whole, per_prompt=per_prompt, details=details)
+            answer = WholeAnswer(
+                samples, whole, per_prompt=per_prompt, one_prompt=True, details=details
+            )
         self._dispatcher.launch(exchange, answer, work(request, adapter))
         if isinstance(answer, StreamedAnswer):
             answer.begin()
+
+
+def _called(sample: Sample) -> Sample:
+    """vLLM says "tool_calls" where a tool had to be called, "stop" where one was named."""
+    ended = sample.finish_reason == "stop"
+    return replace(sample, finish_reason="tool_calls") if ended else sample
 
 
 def work(request: GenerationFields, adapter: str) -> Work:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loadgen.replica.errors import RequestRefused
+from loadgen.replica.errors import InvalidValue, RequestRefused
 from loadgen.replica.reply import Vocabulary, natural_length_tokens, reply_tokens
 from loadgen.replica.requests import GenerationFields
 from loadgen.replica.text import Detokenizer, ReplicaTokenizer
@@ -40,9 +40,19 @@ class Generator:
     vocabulary: Vocabulary
     max_model_len_tokens: int
 
-    def samples(self, prompts: Sequence[Sequence[int]], request: GenerationFields) -> list[Sample]:
-        """`n` samples for each prompt. Raises RequestRefused for prompts that do not fit."""
+    def samples(
+        self,
+        prompts: Sequence[Sequence[int]],
+        request: GenerationFields,
+        forced: str | None = None,
+    ) -> list[Sample]:
+        """`n` samples for each prompt; `forced` is the text of all of them, where there is one.
+
+        Raises RequestRefused for prompts that do not fit.
+        """
         count = request.n or 1
+        if forced is not None:
+            return [self._forced(i, prompts[0], request, forced) for i in range(count)]
         return [
             self._sample(place * count + variant, prompt, variant, request)
             for place, prompt in enumerate(prompts)
@@ -68,32 +78,39 @@ class Generator:
         if stop_token is not None:
             reason = "stop"
         pieces = self._pieces(ids, request.skip_special_tokens)
+        if stop_token is not None and not request.include_stop_str_in_output:
+            pieces[-1] = ""
         sample = Sample(index, prompt, ids, pieces, reason, stop_token)
         stops = request.stops()
         return _stopped(sample, stops, request.include_stop_str_in_output) if stops else sample
+
+    def _forced(
+        self, index: int, prompt: Sequence[int], request: GenerationFields, text: str
+    ) -> Sample:
+        limit = self._limit(prompt, request.limit())
+        eos = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        whole = [*self.tokenizer.encode(text), *eos]
+        ids = whole[:limit]
+        reason = "stop" if len(ids) == len(whole) else "length"
+        return Sample(index, prompt, ids, self._pieces(ids, skip_special=True), reason)
 
     def _limit(self, prompt: Sequence[int], wanted: int | None) -> int:
         """Tokens that may be generated after this prompt."""
         room = self.max_model_len_tokens - len(prompt)
         if not prompt:
             raise RequestRefused("The decoder prompt cannot be empty")
-        if room < 0:
-            raise RequestRefused(
-                f"This model's maximum context length is {self.max_model_len_tokens} tokens. "
-                f"However, your request has {len(prompt)} input tokens. "
-                "Please reduce the length of the input messages.",
-                param="input_tokens",
+        if wanted is not None and wanted > self.max_model_len_tokens:
+            raise InvalidValue(
+                f"max_tokens={wanted} cannot be greater than "
+                f"max_model_len={self.max_model_len_tokens}. Please request fewer output tokens.",
+                "max_tokens",
+                wanted,
             )
-        if room == 0:
-            raise RequestRefused("max_tokens must be at least 1, got 0.", param="max_tokens")
-        if wanted is not None and wanted > room:
-            raise RequestRefused(
-                f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's "
-                f"maximum context length is {self.max_model_len_tokens} tokens and your request "
-                f"has {len(prompt)} input tokens.",
-                param="max_tokens",
-            )
-        return room if wanted is None else wanted
+        if room <= 0:
+            raise InvalidValue("max_tokens must be at least 1, got 0.", "max_tokens", 0)
+        # 0 is for the prompt alone: one token is generated, and not shown. More than there is
+        # room for is no error, the reply ends where the context does.
+        return room if wanted is None else min(wanted, room) or 1
 
     def _pieces(self, ids: Sequence[int], skip_special: bool) -> list[str]:
         detokenizer = Detokenizer(self.tokenizer, skip_special=skip_special)

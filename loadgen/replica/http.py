@@ -42,6 +42,10 @@ class HTTPRequest(NamedTuple):
         """The last value of a query parameter."""
         return parse_qs(self.query).get(name, [default])[-1]
 
+    def arguments(self, name: str) -> list[str]:
+        """All values of a query parameter."""
+        return parse_qs(self.query).get(name, [])
+
 
 class Exchange:
     """One request and its answer.
@@ -73,8 +77,8 @@ class Exchange:
         content_type: str = _JSON,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Send a whole answer."""
-        fields = {"content-type": content_type, **(headers or {})}
+        """Send a whole answer; one without a body has no type."""
+        fields = {**({"content-type": content_type} if body else {}), **(headers or {})}
         fields["content-length"] = str(len(body))
         self.write(self.head(status, fields, self.request.keep_alive) + body)
         self._finish(close=not self.request.keep_alive)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import orjson
 
 from loadgen.replica.answering import EventAnswer, WholeAnswer, respond_json
-from loadgen.replica.answers import JSON, ChatFormat, Frame, Usage
+from loadgen.replica.answers import JSON, ChatFormat, Frame, Usage, random_id
 from loadgen.replica.dispatch import Dispatcher
-from loadgen.replica.errors import RequestRefused
+from loadgen.replica.errors import InvalidBody
 from loadgen.replica.generating import work
 from loadgen.replica.generation import Generator, Sample
 from loadgen.replica.http import Exchange
 from loadgen.replica.prompts import PromptReader
 from loadgen.replica.requests import ChatRequest, check_chat, read_json
 from loadgen.replica.routing import Route
+from loadgen.replica.tools import forced_text
 
 # A hash that changes with every request, put there by one client: vLLM leaves it out.
 _ATTRIBUTION = "x-anthropic-billing-header"
@@ -29,7 +30,7 @@ Blocks = str | list[dict[str, Any]]
 class Message(msgspec.Struct):
     """One turn; a system message may stand anywhere."""
 
-    role: str
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
@@ -57,12 +58,11 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 def chat_request(request: CountRequest) -> ChatRequest:
     """The chat request that an Anthropic request stands for."""
-    plain = request.tool_choice is not None and request.tool_choice.get("type") == "none"
     chat = ChatRequest(
         messages=_chat_messages(request),
         model=request.model,
         tools=[_chat_tool(tool) for tool in request.tools] if request.tools else None,
-        tool_choice="none" if plain else None,
+        tool_choice=_chat_tool_choice(request.tool_choice or {}),
         chat_template_kwargs=request.chat_template_kwargs,
     )
     if isinstance(request, MessagesRequest):
@@ -131,6 +131,13 @@ def _tool_result(block: dict[str, Any]) -> JSON:
     return {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content}
 
 
+def _chat_tool_choice(choice: dict[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return {"none": "none", "any": "required"}.get(str(kind))
+
+
 def _chat_tool(tool: dict[str, Any]) -> JSON:
     function = {
         "name": tool.get("name"),
@@ -143,17 +150,19 @@ def _chat_tool(tool: dict[str, Any]) -> JSON:
 class MessageFormat:
     """Bodies and events of one message."""
 
-    def __init__(self, frame: Frame, prompt_tokens: int) -> None:
+    def __init__(self, frame: Frame, prompt_tokens: int, tool: str | None = None) -> None:
         self._frame = frame
+        self._tool = tool
         self._prompt_tokens = prompt_tokens
 
     def whole(self, sample: Sample, usage: Usage) -> JSON:
         """The answer to a request that does not stream."""
-        return {
-            **self._message([{"type": "text", "text": sample.text}] if sample.text else []),
-            "stop_reason": _STOP_REASONS.get(sample.finish_reason),
-            "usage": _usage(usage),
-        }
+        text: JSON = {"type": "text", "text": sample.text}
+        if self._tool is not None:
+            text = {**self._call(), "input": _arguments(sample)}
+        stop = self._stop_reason(sample)
+        content = [text] if sample.text else []
+        return {**self._message(content), "stop_reason": stop, "usage": _usage(usage)}
 
     def begin(self) -> list[tuple[str, JSON]]:
         """Nothing comes before the first token."""
@@ -163,26 +172,36 @@ class MessageFormat:
         """With the first token."""
         used = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         message = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": used}
-        block = {"index": 0, "content_block": {"type": "text", "text": ""}}
+        empty = {"type": "text", "text": ""}
+        block = empty if self._tool is None else {**self._call(), "input": {}}
         return [
             _event("message_start", {"message": message}),
-            _event("content_block_start", block),
-            _event("ping", {}),
+            _event("content_block_start", {"content_block": block, "index": 0}),
         ]
 
     def delta(self, text: str) -> list[tuple[str, JSON]]:
         """A piece of text."""
         delta = {"type": "text_delta", "text": text}
-        return [_event("content_block_delta", {"index": 0, "delta": delta})]
+        if self._tool is not None:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return [_event("content_block_delta", {"delta": delta, "index": 0})]
 
     def closing(self, sample: Sample, usage: Usage) -> list[tuple[str, JSON]]:
         """After the last token."""
-        delta = {"stop_reason": _STOP_REASONS.get(sample.finish_reason)}
+        delta = {"stop_reason": self._stop_reason(sample), "stop_sequence": None}
         return [
             _event("content_block_stop", {"index": 0}),
             _event("message_delta", {"delta": delta, "usage": _usage(usage)}),
             _event("message_stop", {}),
         ]
+
+    def _call(self) -> JSON:
+        return {"type": "tool_use", "id": f"chatcmpl-tool-{random_id()}", "name": self._tool}
+
+    def _stop_reason(self, sample: Sample) -> str | None:
+        if self._tool is not None and sample.finish_reason == "stop":
+            return "tool_use"
+        return _STOP_REASONS.get(sample.finish_reason)
 
     def _message(self, content: list[JSON]) -> JSON:
         frame = self._frame
@@ -190,14 +209,22 @@ class MessageFormat:
         return {**head, "content": content, "model": frame.model}
 
 
+def _arguments(sample: Sample) -> JSON:
+    """What a call that `max_tokens` cut off passes on is nothing."""
+    return {} if sample.finish_reason == "length" else orjson.loads(sample.text)
+
+
 def _event(kind: str, data: JSON) -> tuple[str, JSON]:
     return kind, {"type": kind, **data}
 
 
 def _usage(usage: Usage) -> JSON:
+    if not usage.details:
+        return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
     return {
-        "input_tokens": usage.prompt_tokens,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.created_tokens,
         "output_tokens": usage.completion_tokens,
+        "cache_creation_input_tokens": usage.created_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
     }
 
@@ -220,14 +247,15 @@ class MessageRoutes:
     def _create(self, exchange: Exchange) -> None:
         request = read_json(exchange.request, MessagesRequest)
         if request.max_tokens < 1:
-            raise RequestRefused("max_tokens must be positive", param="max_tokens")
+            raise InvalidBody("body.max_tokens", "Value error, max_tokens must be positive")
         chat, adapter = self._chat(request)
         prompt = self._reader.chat_ids(chat)
-        (sample,) = self._generator.samples([prompt], chat)
+        (sample,) = self._generator.samples([prompt], chat, forced_text(chat))
         frame = self._reader.frame(exchange.request, chat, ChatFormat.id_prefix)
-        form = MessageFormat(frame, len(prompt))
+        form = MessageFormat(frame, len(prompt), chat.forced_tool())
+        details = self._dispatcher.setup.prompt_tokens_details
         if request.stream:
-            answer = EventAnswer(exchange, form, sample)
+            answer = EventAnswer(exchange, form, sample, details=details)
             self._dispatcher.launch(exchange, answer, work(chat, adapter))
             answer.begin()
             return
@@ -235,7 +263,8 @@ class MessageRoutes:
         def whole(samples: Sequence[Sample], usage: Usage) -> None:
             respond_json(exchange, form.whole(samples[0], usage))
 
-        self._dispatcher.launch(exchange, WholeAnswer([sample], whole), work(chat, adapter))
+        whole_answer = WholeAnswer([sample], whole, details=details)
+        self._dispatcher.launch(exchange, whole_answer, work(chat, adapter))
 
     def _count(self, exchange: Exchange) -> None:
         chat, _ = self._chat(read_json(exchange.request, CountRequest))

@@ -31,6 +31,7 @@ _REQUEST_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
     240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -136,6 +137,9 @@ class ReplicaCollector:
             ("prefix_cache_hits", "Tokens found.", (s.hits for s in stats)),
             ("prompt_tokens", "Prompt tokens.", (s.prompt for s in stats)),
             ("generation_tokens", "Generated tokens.", (s.generated for s in stats)),
+            ("prompt_tokens_cached", "Cached prompt tokens.", (s.cached for s in stats)),
+            ("external_prefix_cache_queries", "Tokens asked of a pool.", (0 for _ in stats)),
+            ("external_prefix_cache_hits", "Tokens found in a pool.", (0 for _ in stats)),
             ("num_preemptions", "Preemptions.", (s.preemptions_total for s in stats)),
         )
         for name, text, values in listed:
@@ -156,6 +160,18 @@ class ReplicaCollector:
             family.add_metric([*labels, "local_cache_hit"], stats.cached)
             family.add_metric([*labels, "external_kv_transfer"], 0)
         yield family
+        yield self._tiers()
+
+    def _tiers(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:prompt_tokens_cached_by_source",
+            "Cached prompt tokens by the tier they were in.",
+            labels=["model_name", "engine", "source"],
+        )
+        for labels, rank in zip(self._labels, self._ranks, strict=True):
+            for tier in _TIERS:
+                family.add_metric([*labels, tier], rank.stats.cached if tier == "device" else 0)
+        return family
 
     def _sleep_states(self) -> Metric:
         family = GaugeMetricFamily(

@@ -85,11 +85,15 @@ class EngineRequest:
 
 
 class FirstToken(NamedTuple):
-    """What became known with a request's first token."""
+    """What became known with a request's first token.
+
+    `created_tokens` are those of the prompt's full blocks that were not cached.
+    """
 
     cached_tokens: int
     arrived_s: float
     admitted_s: float
+    created_tokens: int = 0
 
 
 @dataclass(slots=True)

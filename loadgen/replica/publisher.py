@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_PUB_HWM_MESSAGES = 100_000
+PUB_HWM_MESSAGES = 100_000
 _SEQ_BYTES = 8
 _REPLAY_BURST = 50
 
@@ -88,7 +88,7 @@ class KVPublisher:
         self._task: asyncio.Task[None] | None = None
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router = zmq.asyncio.Socket(context, zmq.ROUTER)
-        self._pub.set_hwm(_PUB_HWM_MESSAGES)
+        self._pub.set_hwm(PUB_HWM_MESSAGES)
         # A replay answer may exceed the default mark, and ROUTER drops what is above it.
         self._router.set(zmq.SNDHWM, 0)
         try:

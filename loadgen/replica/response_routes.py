@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from loadgen.replica.answering import EventAnswer, WholeAnswer, respond_json
 from loadgen.replica.answers import JSON, Usage
 from loadgen.replica.dispatch import Dispatcher
-from loadgen.replica.errors import RequestRefused
+from loadgen.replica.errors import InvalidValue, RequestRefused
 from loadgen.replica.generating import work
 from loadgen.replica.generation import Generator, Sample
 from loadgen.replica.http import Exchange
@@ -82,7 +82,7 @@ class ResponseRoutes:
     def _create(self, exchange: Exchange) -> None:
         request = read_json(exchange.request, ResponsesRequest)
         if request.background and not request.store:
-            raise RequestRefused("background can only be used when `store` is true")
+            raise InvalidValue("background can only be used when `store` is true", "background")
         history = self._history(request.previous_response_id)
         chat = request.chat(history)
         check_chat(chat)
@@ -147,7 +147,8 @@ class ResponseRoutes:
     def _cancel(self, exchange: Exchange, response_id: str) -> None:
         kept = self._memory.find(response_id)
         if kept.body["status"] not in _UNFINISHED:
-            raise RequestRefused("Cannot cancel a synchronous response.", kind=_KIND)
+            message = "Cannot cancel a synchronous response."
+            raise RequestRefused(message, kind=_KIND, param="response_id")
         if kept.stop is not None:
             kept.stop()
         kept.body, kept.stop = {**kept.body, "status": "cancelled"}, None

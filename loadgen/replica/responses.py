@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
-from loadgen.replica.answers import JSON, Usage
+from loadgen.replica.answers import JSON, Usage, random_id
 from loadgen.replica.errors import RequestRefused
 from loadgen.replica.generation import Sample
 from loadgen.replica.requests import ChatRequest
@@ -97,8 +96,8 @@ class ResponseFormat:
     def __init__(
         self, request: ResponsesRequest, model: str, created_s: int, max_output_tokens: int
     ) -> None:
-        self.id = request.request_id or f"resp_{uuid4().hex}"
-        self._item_id = f"msg_{uuid4().hex}"
+        self.id = request.request_id or f"resp_{random_id()}"
+        self._item_id = f"msg_{random_id()}"
         self._request = request
         self._model = model
         self._created_s = created_s
@@ -130,18 +129,18 @@ class ResponseFormat:
         item = {**self._message(""), "content": [], "status": "in_progress"}
         return [
             self._event("response.output_item.added", {"item": item, "output_index": 0}),
-            self._event("response.content_part.added", {**self._place(), "part": _part("")}),
+            self._event("response.content_part.added", {**self._place(), "part": _part("", [])}),
         ]
 
     def delta(self, text: str) -> list[tuple[str, JSON]]:
         """A piece of text."""
-        data = {**self._place(), "delta": text, "logprobs": []}
+        data = self._told("delta", text)
         return [self._event("response.output_text.delta", data)]
 
     def closing(self, sample: Sample, usage: Usage) -> list[tuple[str, JSON]]:
         """After the last token."""
         text = sample.text
-        done = {**self._place(), "text": text, "logprobs": []}
+        done = self._told("text", text)
         item = {"item": self._message(text), "output_index": 0}
         return [
             self._event("response.output_text.done", done),
@@ -152,10 +151,14 @@ class ResponseFormat:
 
     def _event(self, kind: str, data: JSON) -> tuple[str, JSON]:
         number, self._sequence = self._sequence, self._sequence + 1
-        return kind, {**data, "sequence_number": number, "type": kind}
+        return kind, dict(sorted({**data, "sequence_number": number, "type": kind}.items()))
 
     def _place(self) -> JSON:
         return {"content_index": 0, "item_id": self._item_id, "output_index": 0}
+
+    def _told(self, name: str, text: str) -> JSON:
+        # vLLM's keys are in alphabetical order here.
+        return dict(sorted({**self._place(), name: text, "logprobs": []}.items()))
 
     def _message(self, text: str) -> JSON:
         return {
@@ -164,6 +167,7 @@ class ResponseFormat:
             "role": "assistant",
             "status": "completed",
             "type": "message",
+            "phase": None,
         }
 
     def _body(self, status: str, output: list[JSON], usage: Usage | None, why: Any) -> JSON:
@@ -179,7 +183,7 @@ class ResponseFormat:
             "output": output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "tool_choice": request.tool_choice,
+            "tool_choice": request.tool_choice if request.tools else "none",
             "tools": request.tools or [],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "background": bool(request.background),
@@ -195,18 +199,34 @@ class ResponseFormat:
             "truncation": request.truncation or "disabled",
             "usage": None if usage is None else _usage(usage),
             "user": request.user,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "input_messages": None,
+            "output_messages": None,
         }
 
 
-def _part(text: str) -> JSON:
-    return {"annotations": [], "text": text, "type": "output_text", "logprobs": []}
+def _part(text: str, logprobs: list[Any] | None = None) -> JSON:
+    return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
 
 
 def _usage(usage: Usage) -> JSON:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.created_tokens,
+            "input_tokens_per_turn": [],
+            "cached_tokens_per_turn": [],
+        },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": 0,
+            "tool_output_tokens": 0,
+            "output_tokens_per_turn": [],
+            "tool_output_tokens_per_turn": [],
+        },
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
+
 from loadgen.replica.answering import respond_json as send
-from loadgen.replica.answers import ChatFormat, CompletionFormat
-from loadgen.replica.errors import RequestRefused
+from loadgen.replica.answers import VERSION, ChatFormat, CompletionFormat, random_id
+from loadgen.replica.errors import InvalidBody
 from loadgen.replica.http import Exchange
 from loadgen.replica.metrics import Collector, exposition
 from loadgen.replica.prompts import PromptReader
-from loadgen.replica.publisher import SourceAddress
+from loadgen.replica.publisher import PUB_HWM_MESSAGES, SourceAddress
 from loadgen.replica.rank import RankRunner
 from loadgen.replica.requests import (
     ChatRequest,
@@ -27,9 +29,7 @@ from loadgen.replica.requests import (
 from loadgen.replica.routing import Route
 from loadgen.replica.setup import Setup
 
-_VERSION = "0.32.0"
 _LISTS_SOURCES = (0, 31)
-_EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def send_nothing(exchange: Exchange) -> None:
@@ -63,15 +63,16 @@ class TokenRoutes:
 
     def _render_completion(self, exchange: Exchange) -> None:
         request = parse(exchange.request.body, CompletionRequest)
-        check_completion(request)
+        check_completion(request, self._tokenizer.size)
         self._reader.adapter(request.model)
         frame = self._reader.frame(exchange.request, request, CompletionFormat.id_prefix)
         prompts = self._reader.completion_ids(request)
+        suffixes = [f"-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [""]
         send(
             exchange,
             [
-                _rendered(f"{frame.id}-{place}", frame.model, ids, request)
-                for place, ids in enumerate(prompts)
+                _rendered(f"{frame.id}{suffix}", frame.model, ids, request)
+                for suffix, ids in zip(suffixes, prompts, strict=True)
             ],
         )
 
@@ -79,7 +80,7 @@ class TokenRoutes:
         request = parse(exchange.request.body, TokenizeRequest)
         self._reader.adapter(request.model)
         ids = self._tokenizer.encode(self._text_to_tokenize(request))
-        strings = [self._tokenizer.decode([token]) for token in ids]
+        strings = [self._tokenizer.token_name(token) for token in ids]
         send(
             exchange,
             {
@@ -93,20 +94,20 @@ class TokenRoutes:
     def _text_to_tokenize(self, request: TokenizeRequest) -> str:
         if request.messages is not None:
             return self._tokenizer.render(
-                plain_messages(request.messages),
+                plain_messages(request.messages, self._reader.served.model),
                 tools=request.tools,
                 add_generation_prompt=request.add_generation_prompt,
                 arguments=request.chat_template_kwargs,
             )
         if request.prompt is None:
-            raise RequestRefused("prompt or messages must be given", kind="Bad Request")
+            raise InvalidBody("body.prompt", "Field required")
         return request.prompt
 
     def _detokenize(self, exchange: Exchange) -> None:
         request = parse(exchange.request.body, DetokenizeRequest)
         self._reader.adapter(request.model)
-        ids = self._reader.checked(request.tokens)
-        send(exchange, {"prompt": self._tokenizer.decode(ids)})
+        known = [token for token in request.tokens if token < self._tokenizer.size]
+        send(exchange, {"prompt": self._tokenizer.decode(known)})
 
 
 class StateRoutes:
@@ -132,6 +133,7 @@ class StateRoutes:
             Route("GET", "/v1/models", self._models),
             Route("GET", "/health", send_nothing),
             Route("GET", "/ping", send_nothing),
+            Route("POST", "/ping", send_nothing),
             Route("GET", "/version", self._version),
             Route("GET", "/load", self._load),
             Route("GET", "/metrics", self._metrics),
@@ -157,17 +159,17 @@ class StateRoutes:
             "root": name,
             "parent": parent,
             "max_model_len": length,
-            "permission": [],
+            "permission": [_permission(self._served.started_s)],
         }
 
     def _version(self, exchange: Exchange) -> None:
-        send(exchange, {"version": self._setup.version or _VERSION})
+        send(exchange, {"version": self._setup.version or VERSION})
 
     def _load(self, exchange: Exchange) -> None:
         send(exchange, {"server_load": self._in_flight()})
 
     def _metrics(self, exchange: Exchange) -> None:
-        exchange.respond(200, exposition(self._collector), _EXPOSITION_TYPE)
+        exchange.respond(200, exposition(self._collector), CONTENT_TYPE_LATEST)
 
     def _kv_event_sources(self, exchange: Exchange) -> None:
         sources = {}
@@ -179,9 +181,25 @@ class StateRoutes:
 
     def _reset_prefix_cache(self, exchange: Exchange) -> None:
         # As in vLLM, the answer is 200 even where requests in flight prevent it.
-        for rank in self._ranks:
-            rank.reset_prefix_cache()
-        send_nothing(exchange)
+        done = [rank.reset_prefix_cache() for rank in self._ranks]
+        send(exchange, {"success": all(done)})
+
+
+def _permission(created_s: int) -> dict[str, Any]:
+    return {
+        "id": f"modelperm-{random_id()}",
+        "object": "model_permission",
+        "created": created_s,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
 
 
 def listed_source(address: SourceAddress, host: str) -> dict[str, Any]:
@@ -190,10 +208,14 @@ def listed_source(address: SourceAddress, host: str) -> dict[str, Any]:
     # binds: clients put the replica's host in its place. Only `tcp://*:0` tells a host.
     endpoint, replay = (f"tcp://{host}:{each.rpartition(':')[2]}" for each in address[:2])
     return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
         "endpoint": endpoint if address.bound else address.endpoint,
         "replay_endpoint": replay,
-        "topic": address.topic,
         "buffer_steps": address.buffer_steps,
+        "hwm": PUB_HWM_MESSAGES,
+        "max_queue_size": PUB_HWM_MESSAGES,
+        "topic": address.topic,
     }
 
 
@@ -203,13 +225,19 @@ def _rendered(
     return {
         "request_id": request_id,
         "token_ids": ids,
+        "token_offsets": None,
         "features": None,
+        "content_parts": None,
         "sampling_params": {"n": request.n or 1, "max_tokens": request.limit()},
         "model": model,
+        "reasoning_ended": None,
+        "reasoning_parser_kwargs": None,
+        "return_token_ids": None,
+        "output_mode": "tokens",
         "stream": bool(request.stream),
         "stream_options": None,
         "cache_salt": request.cache_salt,
         "priority": request.priority,
         "kv_transfer_params": None,
-        "token_offsets": None,
+        "ec_transfer_params": None,
     }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from loadgen.replica.errors import RequestRefused
+from loadgen.replica.errors import NoRoute
 from loadgen.replica.http import Exchange
 
 Handler = Callable[..., None]
@@ -36,11 +36,11 @@ class Router:
             self._patterns.append((re.compile(expression), methods))
 
     def route(self, exchange: Exchange) -> None:
-        """Call the handler. Raises RequestRefused, and what the handler raises."""
+        """Call the handler. Raises NoRoute, and what the handler raises."""
         methods, ids = self._find(exchange.request.path)
         handler = methods.get(exchange.request.method)
         if handler is None:
-            raise RequestRefused("Method Not Allowed", status=405, kind="Method Not Allowed")
+            raise NoRoute(", ".join(sorted(methods)))
         handler(exchange, *ids)
 
     def _find(self, path: str) -> tuple[dict[str, Handler], tuple[str, ...]]:
@@ -51,4 +51,4 @@ class Router:
             match = pattern.fullmatch(path)
             if match is not None:
                 return found, match.groups()
-        raise RequestRefused("Not Found", status=404, kind="Not Found")
+        raise NoRoute

@@ -92,10 +92,14 @@ class GenerateFormat:
         """There is no opening chunk."""
         return None
 
-    def piece(self, sample: Sample, start: int, end: int, last: bool) -> JSON:
+    def pieces(self, sample: Sample, start: int, end: int, last: bool) -> list[JSON]:
         """The text up to token `end`."""
         body = self._body(sample, end, last)
-        return body if self._single else {**body, "index": sample.index}
+        return [body if self._single else {**body, "index": sample.index}]
+
+    def progress(self, usage: Usage) -> JSON:
+        """Never asked for: usage is in every chunk."""
+        raise NotImplementedError
 
     def closing(self, usage: Usage) -> JSON:
         """Never asked for: usage is in every chunk."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from loadgen.replica.answering import respond_json
-from loadgen.replica.errors import RequestRefused
+from loadgen.replica.errors import InvalidBody, RequestRefused
 from loadgen.replica.http import Exchange
 from loadgen.replica.model import EngineModel
 from loadgen.replica.prompts import Served
@@ -15,6 +15,7 @@ from loadgen.replica.routing import Route
 from loadgen.replica.setup import Setup
 
 _LEVELS = ("0", "1", "2")
+_MODES = ("abort", "wait", "keep")
 
 
 class SleepRoutes:
@@ -38,18 +39,21 @@ class SleepRoutes:
     def _sleep(self, exchange: Exchange) -> None:
         level = exchange.request.argument("level", "1")
         if level not in _LEVELS:
-            raise RequestRefused(f"level must be 0, 1 or 2, got {level!r}", param="level")
+            raise InvalidBody("query.level", f"Input should be 0, 1 or 2, not {level!r}")
         mode = exchange.request.argument("mode", "abort")
+        if mode not in _MODES:
+            raise InvalidBody("query.mode", "Input should be 'abort', 'wait' or 'keep'")
         if mode != "abort":
             raise RequestRefused(f"pause mode {mode!r} is not simulated", param="mode")
         for rank in self._ranks:
             rank.sleep(int(level))
-        exchange.respond(200, b"")
+        respond_json(exchange, {"status": "sleeping", "level": int(level)})
 
     def _wake_up(self, exchange: Exchange) -> None:
         for rank in self._ranks:
             rank.wake()
-        exchange.respond(200, b"")
+        tags = exchange.request.arguments("tags") or None
+        respond_json(exchange, {"status": "awake", "tags": tags})
 
     def _is_sleeping(self, exchange: Exchange) -> None:
         asleep = any(rank.sleep_level is not None for rank in self._ranks)

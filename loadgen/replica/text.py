@@ -72,6 +72,10 @@ class ReplicaTokenizer:
         """The bytes one token stands for."""
         return self._bytes[token]
 
+    def token_name(self, token: int) -> str:
+        """How the vocabulary writes a token."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def is_special(self, token: int) -> bool:
         """Whether the token is a control token, which replies do not show."""
         return token in self._special.values()

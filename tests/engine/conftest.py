@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.engine.install import Engine, EngineMissing, engine_folder, find_engine
-from tests.engine.replica import Replica
+from tests.engine.replica import Replica, ReplicaOptions
 
+# What is switched off by default: tools that the model chooses itself, and /render.
+EVERYTHING = ReplicaOptions(
+    more={"tool-call-parser": "hermes"}, flags=("enable-auto-tool-choice", "enable-scale-out")
+)
 HERE = Path(__file__).resolve().parent
 
 
@@ -48,6 +52,6 @@ def engine() -> Engine:
 @pytest.fixture(scope="session")
 def replica(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     """One real vLLM for the whole run, healthy when handed out."""
-    with Replica(engine, tmp_path_factory.mktemp("replica")) as running:
+    with Replica(engine, tmp_path_factory.mktemp("replica"), EVERYTHING) as running:
         running.start()
         yield running

@@ -270,16 +270,23 @@ async def test_content_parts_are_joined(client: httpx.AsyncClient) -> None:
     assert joined["tokens"] == plain["tokens"]
 
 
+FIRST_KIND = "body.messages.0.ChatCompletionDeveloperMessageParam"
 REFUSALS = [
-    (CHAT, b"{", 400, None),
-    (CHAT, b"[]", 400, None),
+    (CHAT, b"{", 400, "body.1"),
+    (CHAT, b"[]", 400, "body"),
+    (CHAT, b"", 400, "body"),
     (CHAT, chat(model="other"), 404, "model"),
-    (CHAT, chat(messages="Hi"), 400, None),
-    (CHAT, {"model": "sim-model"}, 400, None),
-    (CHAT, chat(messages=[]), 400, "messages"),
-    (CHAT, chat(messages=[{"content": "x"}]), 400, "messages"),
-    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages"),
-    (CHAT, chat(max_tokens="many"), 400, None),
+    (CHAT, chat(messages="Hi"), 400, "body.messages"),
+    (CHAT, {"model": "sim-model"}, 400, "body.messages"),
+    (CHAT, chat(messages=[]), 400, None),
+    (CHAT, chat(messages=[{"content": "x"}]), 400, f"{FIRST_KIND}.role"),
+    (CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, f"{FIRST_KIND}.content"),
+    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, None),
+    (CHAT, chat(max_tokens="many"), 400, "body.max_tokens"),
+    (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
+    (CHAT, chat(response_format={"type": "x"}), 400, "body.response_format.type"),
+    (CHAT, chat(cache_salt="a/b"), 400, "cache_salt"),
+    (CHAT, chat(n=2, temperature=0), 400, None),
     (CHAT, chat(max_tokens=0), 400, "max_tokens"),
     (CHAT, chat(max_tokens=10**6), 400, "max_tokens"),
     (CHAT, chat(cache_salt=""), 400, "cache_salt"),
@@ -289,13 +296,11 @@ REFUSALS = [
     (CHAT, chat(stream_options={"include_usage": True}), 400, "stream_options"),
     (CHAT, chat("word " * 9000), 400, "input_tokens"),
     (COMPLETIONS, {}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": ["a", 1]}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": [10**6]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, 400, "body.prompt.0"),
+    (COMPLETIONS, {"prompt": [10**6]}, 400, None),
     (COMPLETIONS, {"prompt": "a", "logprobs": 99}, 400, "logprobs"),
-    ("/tokenize", {}, 400, None),
-    ("/detokenize", {"tokens": [-1]}, 400, None),
-    ("/v1/nothing", {}, 404, None),
-    ("/health", {}, 405, None),
+    ("/tokenize", {}, 400, "body.prompt"),
+    ("/detokenize", {"tokens": [-1]}, 400, "body.tokens.0"),
 ]
 
 
@@ -311,6 +316,89 @@ async def test_refusals_have_the_shape_clients_know(
     assert error["param"] == param
     assert error["message"]
     assert (await client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_what_no_route_answers(client: httpx.AsyncClient) -> None:
+    """In FastAPI's words, also where vLLM has its own for all else."""
+    nowhere = await client.post("/v1/nothing", json={})
+    assert (nowhere.status_code, nowhere.json()) == (404, {"detail": "Not Found"})
+    wrong = await client.post("/health", json={})
+    assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
+    assert wrong.headers["allow"] == "GET"
+
+
+async def test_a_longer_reply_than_there_is_room_for_ends_with_the_context(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {"prompt": "word " * 8000, "max_tokens": 8192, "ignore_eos": True}
+    answer = await post(client, COMPLETIONS, body)
+    assert answer["usage"]["total_tokens"] == 8192
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string", "maxLength": 3}, "days": {"type": "integer"}},
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [(NAMED, "stop"), ("required", "tool_calls")], ids=["named", "required"]
+)
+async def test_a_tool_that_must_be_called_is_called(
+    client: httpx.AsyncClient, choice: Any, reason: str
+) -> None:
+    whole = await post(client, CHAT, chat(tools=[TOOL], tool_choice=choice, max_tokens=40))
+    (said,) = whole["choices"]
+    (call,) = said["message"]["tool_calls"]
+    assert (said["message"]["content"], said["finish_reason"]) == ("", reason)
+    assert json.loads(call["function"]["arguments"]) == {"town": "cac", "days": 1}
+    chunks = await stream(client, CHAT, chat(tools=[TOOL], tool_choice=choice, max_tokens=40))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    parts = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert parts[0] == {"name": "weather"}
+    assert "".join(part["arguments"] for part in parts[1:]) == call["function"]["arguments"]
+
+
+async def test_a_tool_that_may_be_called_is_not(client: httpx.AsyncClient) -> None:
+    answer = await post(client, CHAT, chat(tools=[TOOL]))
+    assert "tool_calls" not in answer["choices"][0]["message"]
+
+
+async def test_a_schema_is_kept(client: httpx.AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}, "b": {"type": "array"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    answer = await post(client, CHAT, chat(response_format=wanted, max_tokens=40))
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": "x", "b": []}
+
+
+async def test_of_several_prompts_one_counts_as_cached(client: httpx.AsyncClient) -> None:
+    """Of the last in a whole answer, of the first that answers in a stream, as in vLLM."""
+    ids = list(range(100, 180))
+    await post(client, COMPLETIONS, {"prompt": ids, "max_tokens": 1})
+    both = {"prompt": [ids, [1, 2, 3]], "max_tokens": 1}
+    whole = await post(client, COMPLETIONS, both)
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = await stream(client, COMPLETIONS, {**both, **usage})
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+
+
+async def test_what_entered_the_cache_is_told(client: httpx.AsyncClient) -> None:
+    """Whole blocks of the prompt that were not there before."""
+    first = await post(client, CHAT, chat("A prompt to be cached. " * 20))
+    again = await post(client, CHAT, chat("A prompt to be cached. " * 20))
+    details = [each["usage"]["prompt_tokens_details"] for each in (first, again)]
+    whole = first["usage"]["prompt_tokens"] // 16 * 16
+    assert details[0]["created_cache_tokens"] == whole
+    assert details[1]["created_cache_tokens"] == whole - details[1]["cached_tokens"] <= 16
 
 
 async def test_a_body_must_say_that_it_is_json(client: httpx.AsyncClient) -> None:

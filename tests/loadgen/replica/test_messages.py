@@ -43,16 +43,37 @@ async def test_whole_and_streamed_agree(client: httpx.AsyncClient) -> None:
     seen = await events(client, body())
     kinds = [event["type"] for event in seen]
     deltas = [event for event in seen if event["type"] == "content_block_delta"]
-    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
-    assert kinds[3:-3] == ["content_block_delta"] * len(deltas)
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[2:-3] == ["content_block_delta"] * len(deltas)
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(each["delta"]["text"] for each in deltas) == whole["content"][0]["text"]
     used = whole["usage"]
-    assert seen[0]["message"]["usage"]["input_tokens"] == used["input_tokens"]
+    prompt = seen[0]["message"]["usage"]["input_tokens"]
+    assert input_tokens(used) == prompt
     assert (used["output_tokens"], used["cache_read_input_tokens"]) == (8, 0)
     last = seen[-2]
     assert last["delta"]["stop_reason"] == "max_tokens"
-    assert last["usage"]["cache_read_input_tokens"] >= used["input_tokens"] - 16
+    assert input_tokens(last["usage"]) == prompt
+    assert last["usage"]["cache_read_input_tokens"] >= prompt - 16
+
+
+def input_tokens(usage: dict[str, int]) -> int:
+    """What was read from the cache or written to it is not part of `input_tokens`."""
+    kinds = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    return sum(usage[kind] for kind in kinds)
+
+
+async def test_a_tool_that_must_be_called_is_used(client: httpx.AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"town": {"type": "string"}}}
+    forced = {"tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 50}
+    asked = body(tools=[{"name": "weather", "input_schema": schema}], **forced)
+    whole = (await client.post(MESSAGES, json=asked)).json()
+    assert whole["stop_reason"] == "tool_use"
+    assert whole["content"][0]["input"] == {"town": "cache"}
+    seen = await events(client, asked)
+    assert seen[1]["content_block"]["name"] == "weather"
+    parts = [each["delta"] for each in seen if each["type"] == "content_block_delta"]
+    assert json.loads("".join(part["partial_json"] for part in parts)) == {"town": "cache"}
 
 
 async def test_the_same_prompt_as_a_chat(client: httpx.AsyncClient) -> None:
@@ -81,7 +102,7 @@ async def test_the_same_prompt_as_a_chat(client: httpx.AsyncClient) -> None:
     message = (await client.post(MESSAGES, json=asked)).json()
     same = (await client.post(CHAT, json=chat)).json()
     assert message["content"][0]["text"] == same["choices"][0]["message"]["content"]
-    assert message["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    assert input_tokens(message["usage"]) == same["usage"]["prompt_tokens"]
     del asked["max_tokens"]
     counted = (await client.post(f"{MESSAGES}/count_tokens", json=asked)).json()
     assert counted["input_tokens"] == same["usage"]["prompt_tokens"]
@@ -121,10 +142,8 @@ async def test_tool_use_becomes_calls_and_tool_messages(client: httpx.AsyncClien
     ("changes", "status"),
     [
         ({"model": "other"}, 404),
-        ({"max_tokens": 0}, 400),
-        ({"max_tokens": None}, 400),
+        ({"messages": []}, 400),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400),
-        ({"messages": [{"role": "user", "content": ["text"]}]}, 400),
     ],
 )
 async def test_errors_have_anthropics_shape(
@@ -135,3 +154,20 @@ async def test_errors_have_anthropics_shape(
     error = answer.json()
     assert error["type"] == "error"
     assert set(error["error"]) == {"type", "message"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"max_tokens": 0}, "body.max_tokens"),
+        ({"max_tokens": None}, "body.max_tokens"),
+        ({"messages": [{"role": "clown", "content": "Hi"}]}, "body.messages.0.role"),
+        ({"messages": [{"role": "user", "content": ["text"]}]}, "body.messages.0.content.0"),
+    ],
+)
+async def test_a_body_that_does_not_fit_is_told_in_openais_shape(
+    client: httpx.AsyncClient, changes: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(MESSAGES, json=body(**changes))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, 400, param)
