@@ -11,6 +11,7 @@ from router.doctor.verdict import Finding, Severity
 from router.engines import EngineKind
 
 CLOCK_TOLERANCE_S = 5.0
+BUSY_S = 30.0
 KV_EVENTS, RANK_HEADER, EXTRA_KEYS, SOURCES = (0, 9), (0, 14), (0, 19), (0, 31)
 MISSES_TOLD = (0, 32)
 """Seen of this release: cached_tokens is told on a miss too. Others may leave it out."""
@@ -163,11 +164,8 @@ def _unit(facts: ReplicaFacts, base_tokens: int) -> Iterator[Finding]:
 
 
 def _clock(facts: ReplicaFacts) -> Iterator[Finding]:
-    ahead_s = facts.clock_ahead_s
-    for heard in facts.probe.heard if facts.probe else ():
-        if heard.on_rank is not None and (ahead_s is None or abs(ahead_s) < CLOCK_TOLERANCE_S):
-            ahead_s = -heard.late_s if abs(heard.late_s) >= CLOCK_TOLERANCE_S else ahead_s
-    if ahead_s is None or abs(ahead_s) < CLOCK_TOLERANCE_S:
+    ahead_s = max((facts.clock_ahead_s or 0.0, *_by_events(facts)), key=abs)
+    if abs(ahead_s) < CLOCK_TOLERANCE_S:
         return
     way = "ahead of" if ahead_s > 0 else "behind"
     yield Finding(
@@ -179,6 +177,13 @@ def _clock(facts: ReplicaFacts) -> Iterator[Finding]:
         "forget by time forget too early or too late",
         "run a time service (chrony, systemd-timesyncd) on both hosts: chronyc tracking",
     )
+
+
+def _by_events(facts: ReplicaFacts) -> Iterator[float]:
+    """A rank may run on a host of its own. An event may also be late because all are busy."""
+    for heard in facts.probe.heard if facts.probe else ():
+        if heard.on_rank is not None and not 0 <= heard.late_s < BUSY_S:
+            yield -heard.late_s
 
 
 def _refused(facts: ReplicaFacts) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ from loadgen.replica.setup import Events, Pool
 from loadgen.replica.wire import EventEncoding
 from router.config import ReplicaConfig, Settings
 from router.doctor import Finding, ReplicaFacts, Severity, findings
-from router.doctor.facts import Publisher
+from router.doctor.facts import Heard, Probe, Publisher
 from router.doctor.gather import Examiner
 from router.identify import load_tokenizers
 from tests.router.simulated import FOLDER, Start, declared, language, starting
@@ -508,6 +508,23 @@ async def test_with_passive_nothing_is_generated(start: Start) -> None:
     fleet = await start()
     await examined(*fleet.replicas, active=False)
     assert fleet.replicas[0].ranks[0].stats.prompt == 0
+
+
+@pytest.mark.parametrize(("late_s", "seen"), [(-9.0, "9 s ahead"), (40.0, "40 s behind")])
+def test_a_rank_whose_host_has_another_clock(late_s: float, seen: str) -> None:
+    heard = Heard(rank=1, on_rank=1, salted=True, late_s=late_s)
+    usual = Heard(rank=0, on_rank=0, salted=True, late_s=6.0)
+    ranks = [
+        Publisher(rank=rank, endpoint=f"tcp://a:{rank}", replay_endpoint=f"tcp://a:1{rank}",
+                  topic="", connected=True, replays=True)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    probe = Probe(details=True, cached=(0, 16, 0), heard=(usual, heard))
+    facts = ReplicaFacts(
+        name="a:1", url="http://a:1", clock_ahead_s=0.0, publishers=tuple(ranks), probe=probe
+    )
+    (clock,) = findings((facts,), Settings(replicas=[ReplicaConfig(url="http://a:1")]))
+    assert clock.code == "clock" and seen in clock.seen
 
 
 def test_a_publisher_that_dials_the_gateway_is_not_looked_for() -> None:
