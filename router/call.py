@@ -139,7 +139,8 @@ class Call:
     def begin(self, status: int, *, is_events: bool) -> None:
         """An answer's head is about to be sent; `is_events`: it is a stream of server-sent events.
 
-        From here on `tail` is the last piece of it that was sent, after those `before`.
+        From here on `tail` is the last piece of it that was sent, after those `before`; of a large
+        one its two ends.
         """
         self.status = status
         self.started = True

@@ -87,7 +87,7 @@ class Forwarder:
             self._compare(chunk, call, plan, placement)
         ended = exchange.ended
         if chunk:
-            call.before_that, call.before, call.tail = call.before, call.tail, chunk
+            call.before_that, call.before, call.tail = call.before, call.tail, _ends(chunk)
         await call.send({"type": "http.response.body", "body": chunk, "more_body": not ended})
         return not ended
 
@@ -126,6 +126,13 @@ def _prompt_tokens(before: bytes, chunk: bytes) -> int | None:
     near = chunk[max(at - USAGE_BYTES, 0) : at]
     lengths = _PROMPT_TOKENS.findall(near) or _PROMPT_TOKENS.findall(before[-USAGE_BYTES:] + near)
     return int(lengths[-1]) if lengths else None
+
+
+def _ends(chunk: bytes) -> bytes:
+    """A piece as it is kept while the next ones pass: without its middle, which has been read."""
+    if len(chunk) <= 4 * USAGE_BYTES:
+        return chunk
+    return chunk[: 2 * USAGE_BYTES] + b"\0" + chunk[-2 * USAGE_BYTES :]
 
 
 def _seams(call: Call) -> bytes:
