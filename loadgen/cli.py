@@ -13,6 +13,9 @@ EPILOG = """**Examples**
 
 `loadgen replica --blocks 2000 --prefill-a 0.00025` with a cache of 2,000 blocks, 4,000 tokens/s
 
+`loadgen calibrate http://127.0.0.1:8000 --quick --out c.json` measures a replica; then
+`loadgen replica --calibration c.json` is as fast
+
 `kvroute demo` compares routing policies on such replicas and prints a table
 """
 
@@ -53,6 +56,16 @@ def replica(context: typer.Context) -> None:
     command = typer.Typer(add_completion=False)
     command.command()(serve)
     command(args=context.args, prog_name="loadgen replica")
+
+
+@app.command(context_settings=_FORWARD)
+def calibrate(context: typer.Context) -> None:
+    """Measure a replica, so that `loadgen replica --calibration` takes the same times."""
+    from loadgen.calibrate.command import calibrate as measure
+
+    command = typer.Typer(add_completion=False)
+    command.command()(measure)
+    command(args=context.args, prog_name="loadgen calibrate")
 
 
 def main() -> None:

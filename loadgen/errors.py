@@ -3,6 +3,7 @@
 LoadgenError
 ├── WorkloadError        a workload cannot be made as asked
 │   └── TraceError       a trace file is not what it should be (names file and line)
+├── CalibrationError     a replica cannot be measured, or a file of measurements not be used
 └── FleetError           a process of the fleet under test
     ├── StartError       did not come up within its deadline
     └── ProcessDied      ended while it was still needed
@@ -21,6 +22,10 @@ class WorkloadError(LoadgenError):
 
 class TraceError(WorkloadError):
     """A trace file could not be read; the message names the file and the line."""
+
+
+class CalibrationError(LoadgenError):
+    """A replica could not be measured, or what was measured makes no sense."""
 
 
 class FleetError(LoadgenError):

@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvloop
 import zmq
 
 from loadgen.replica.api import Flavor
+from loadgen.replica.calibration import read_calibration
 from loadgen.replica.errors import ReplicaError
 from loadgen.replica.faults import parse_plan
 from loadgen.replica.model import EngineModel, SchedulingPolicy
@@ -41,6 +42,8 @@ Examples:
 
   loadgen replica --faults '{"cut_after_chunks": 3, "times": 5}'
 
+  loadgen replica --calibration calibration.json
+
   loadgen replica --prefill-a 0 --prefill-b 0 --prefill-c 0 --decode-step 0.001
 
 The first line on stdout tells every address:
@@ -48,6 +51,11 @@ The first line on stdout tells every address:
 """
 
 Option = typer.Option
+
+
+def _seconds(what: str, default_s: float) -> Any:
+    """A time that, left out, comes from the calibration, or else is the default."""
+    return Option(min=0, help=f"s {what}; default: {default_s:g}.")
 
 
 def replica(
@@ -69,13 +77,19 @@ def replica(
     max_model_len: Annotated[int, Option(min=2, help="Longest prompt and reply, tokens.")] = 32768,
     block_size: Annotated[int, Option(min=1, help="Tokens per block.")] = 16,
     blocks: Annotated[int, Option(min=1, help="Blocks of each rank's cache.")] = _DEFAULT.blocks,
-    prefill_c: Annotated[float, Option(min=0, help="s per prompt.")] = _DEFAULT.prefill_c_s,
-    prefill_a: Annotated[float, Option(min=0, help="s per token.")] = _DEFAULT.prefill_a_s,
-    prefill_b: Annotated[float, Option(min=0, help="s per token².")] = _DEFAULT.prefill_b_s,
-    decode_step: Annotated[float, Option(min=0, help="s per round.")] = _DEFAULT.decode_step_s,
+    calibration: Annotated[
+        Path | None, Option(help="Times of a real replica, from `loadgen calibrate --out`.")
+    ] = None,
+    prefill_c: Annotated[float | None, _seconds("per prompt", _DEFAULT.prefill_c_s)] = None,
+    prefill_a: Annotated[float | None, _seconds("per token", _DEFAULT.prefill_a_s)] = None,
+    prefill_b: Annotated[float | None, _seconds("per token²", _DEFAULT.prefill_b_s)] = None,
+    prefill_cached: Annotated[
+        float | None, _seconds("per cached token", _DEFAULT.prefill_cached_s)
+    ] = None,
+    decode_step: Annotated[float | None, _seconds("per round", _DEFAULT.decode_step_s)] = None,
     decode_per_request: Annotated[
-        float, Option(min=0, help="s per round and request.")
-    ] = _DEFAULT.decode_per_request_s,
+        float | None, _seconds("per round and request", _DEFAULT.decode_per_request_s)
+    ] = None,
     max_batched_tokens: Annotated[int, Option(min=1, help="Token budget of a step.")] = 2048,
     max_num_seqs: Annotated[int, Option(min=1, help="Requests in a batch.")] = 64,
     events: Annotated[
@@ -145,14 +159,20 @@ def replica(
 ) -> None:
     """Serve simulated vLLM replicas: HTTP, prefix cache, batching in real time, KV events."""
     try:
+        given = {
+            "prefill_c_s": prefill_c,
+            "prefill_a_s": prefill_a,
+            "prefill_b_s": prefill_b,
+            "prefill_cached_s": prefill_cached,
+            "decode_step_s": decode_step,
+            "decode_per_request_s": decode_per_request,
+        }
+        times = {} if calibration is None else read_calibration(calibration)
+        times |= {name: value for name, value in given.items() if value is not None}
         engine = EngineModel(
+            **times,
             block_size_tokens=block_size,
             blocks=blocks,
-            prefill_c_s=prefill_c,
-            prefill_a_s=prefill_a,
-            prefill_b_s=prefill_b,
-            decode_step_s=decode_step,
-            decode_per_request_s=decode_per_request,
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_num_seqs,
             policy=scheduling_policy,

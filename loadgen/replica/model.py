@@ -23,10 +23,11 @@ class EngineModel:
     """One rank's size and speed.
 
     A prompt of n uncached tokens behind m cached ones costs
-    `prefill_c_s + prefill_a_s * n + prefill_b_s * (n*n + 2*n*m)` seconds however it is cut
-    into chunks: the constant is paid with the first chunk. A step in which B requests decode
-    costs `decode_step_s + decode_per_request_s * B` more. `ignore_salts`: `cache_salt` keeps
-    nothing apart, as with an engine that does not know it.
+    `prefill_c_s + prefill_cached_s * m + prefill_a_s * n + prefill_b_s * (n*n + 2*n*m)` seconds
+    however it is cut into chunks: the first two are paid with the first chunk. A step in which B
+    requests decode costs `decode_step_s + decode_per_request_s * B` more.
+
+    `ignore_salts`: `cache_salt` keeps nothing apart, as with an engine that does not know it.
     """
 
     block_size_tokens: int = 16
@@ -34,6 +35,7 @@ class EngineModel:
     prefill_c_s: float = 0.015
     prefill_a_s: float = 1.326e-4
     prefill_b_s: float = 8.35e-10
+    prefill_cached_s: float = 0.0
     decode_step_s: float = 0.012
     decode_per_request_s: float = 0.0002
     max_batched_tokens: int = 2048
@@ -57,7 +59,7 @@ class EngineModel:
     def prefill_s(self, new_tokens: int, before_tokens: int, *, first: bool) -> float:
         """Cost of computing `new_tokens` behind `before_tokens` that are already there."""
         quadratic = new_tokens * (new_tokens + 2 * before_tokens)
-        constant = self.prefill_c_s if first else 0.0
+        constant = self.prefill_c_s + self.prefill_cached_s * before_tokens if first else 0.0
         return constant + self.prefill_a_s * new_tokens + self.prefill_b_s * quadratic
 
     def decode_s(self, batch: int) -> float:

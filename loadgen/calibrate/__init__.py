@@ -1,0 +1,1 @@
+"""Measuring a replica, so that a simulated one takes the same times."""
