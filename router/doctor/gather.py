@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import zmq
 
 from cache_index.identity import ModelIdentity
 from router.config import ReplicaConfig, Settings
@@ -72,7 +73,7 @@ class Examiner:
         try:
             async with asyncio.timeout(self.limit_s * 30):
                 return await _Examination(self, asker, config).run(facts)
-        except (NoAnswer, TimeoutError) as error:
+        except (NoAnswer, TimeoutError, OSError, zmq.ZMQError) as error:
             return replace(facts, trouble=str(error) or "it took too long to examine")
 
     def tokenizer(self, model: str) -> ModelTokenizer | None:

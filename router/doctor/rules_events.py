@@ -51,8 +51,8 @@ def _nothing_published(facts: ReplicaFacts) -> Finding:
             "events_not_listed",
             Severity.ERROR,
             facts.name,
-            "GET /kv_event_sources is not there (vLLM before 0.31), and the settings name no "
-            "publishers",
+            "GET /kv_event_sources does not tell its publishers (vLLM does from 0.31 on), and the "
+            "settings name none",
             _BLIND,
             f"name them in kvroute.yaml: replicas: [{{url: {facts.url}, kv_events: [{{endpoint: "
             f"tcp://HOST:5557, replay_endpoint: tcp://HOST:5657}}]}}], and start it with "

@@ -490,6 +490,31 @@ async def test_nothing_hangs_on_a_replica_that_does_not_answer() -> None:
     assert "no answer within" in next(e for e in seen if e.code == "probe_refused").seen
 
 
+ODD_ANSWERS = [
+    b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n[[[",
+    b"garbage\r\n\r\n",
+    json_answer(7),
+    json_answer([1]),
+    json_answer({"data": [{"id": "m", "root": 5, "max_model_len": "x", "owned_by": 7}]}),
+    json_answer({"0": {"endpoint": "tcp://*:abc", "replay_endpoint": "ipc://"}, "1": 7}),
+]
+ODD_PATHS = [
+    "/v1/models", "/version", "/metrics", "/kv_event_sources",
+    "/server_info?config_format=json", "/tokenize",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ODD_PATHS)
+async def test_odd_answers_are_survived(path: str) -> None:
+    for answer in ODD_ANSWERS:
+        async with scripted(answer_ok) as (replica,):
+            replica.gets[path] = answer
+            seen = await found(replica, tokenizer=None, limit_s=0.5)
+        assert {each.code for each in seen} & {
+            "unreachable", "events_not_listed", "events_off", "events_unreachable"
+        }  # fmt: skip
+
+
 # What the probes do
 
 
