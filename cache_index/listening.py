@@ -38,7 +38,7 @@ class Listening:
         if self._always:
             wanted[self._always] = {}
         for runner in runners:
-            if runner.spec.dials:
+            if runner.spec.dials and runner.spec.endpoint:
                 wanted.setdefault(runner.spec.endpoint, {})[runner.spec] = runner
         for endpoint in self._running.keys() - wanted.keys():
             self._stop(endpoint)

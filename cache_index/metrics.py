@@ -6,7 +6,6 @@ fixed sets of words.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,12 +15,9 @@ from prometheus_client.registry import Collector
 from cache_index.indexer import Indexer
 from cache_index.mirror import Mirror
 from cache_index.runner import SourceRunner
-from cache_index.types import Trust
+from cache_index.source_metrics import listener_metrics, source_metrics
 
 __all__ = ["IndexCollector"]
-
-_TRUST_VALUE = {Trust.EXACT: 2, Trust.PARTIAL: 1, Trust.NONE: 0}
-_SOURCE = ("replica", "rank")
 
 
 class IndexCollector(Collector):
@@ -40,58 +36,18 @@ class IndexCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._sources()
+        yield from source_metrics(self._indexer)
+        yield from listener_metrics(self._indexer)
+        yield from self._fleet()
         yield from self._index()
 
-    def _sources(self) -> Iterator[Metric]:
-        now_s = time.monotonic()
-        trust = GaugeMetricFamily(
-            "kvroute_source_trust", "2 exact, 1 partial, 0 none", labels=_SOURCE
-        )
-        leading = GaugeMetricFamily(
-            "kvroute_source_leading", "1 if this process writes the source", labels=_SOURCE
-        )
-        blocks = GaugeMetricFamily(
-            "kvroute_source_blocks", "Engine blocks known of a source", labels=_SOURCE
-        )
-        batches = CounterMetricFamily(
-            "kvroute_source_batches", "Event batches applied", labels=_SOURCE
-        )
-        incidents = CounterMetricFamily(
-            "kvroute_source_incidents",
-            "Gaps, restarts, duplicates, dropped states, failed replays",
-            labels=(*_SOURCE, "kind"),
-        )
-        for runner in self._indexer.runners.values():
-            labels = (runner.spec.replica, str(runner.spec.rank))
-            trust.add_metric(labels, _TRUST_VALUE[runner.state.trust(now_s)[0]])
-            leading.add_metric(labels, float(runner.writer.token > 0))
-            blocks.add_metric(labels, len(runner.state.ledger))
-            batches.add_metric(labels, runner.state.batches)
-            for kind, count in runner.state.counts.items():
-                incidents.add_metric((*labels, kind), count)
-        yield from (trust, leading, blocks, batches, incidents)
-        yield from self._fleet()
-
     def _fleet(self) -> Iterator[Metric]:
-        runners = self._indexer.runners.values()
+        runners = list(self._indexer.runners.values())
         yield _counter(
             "kvroute_source_events",
             "Events by what became of them",
             "event",
             _total(runners, lambda runner: runner.state.ledger.counts),
-        )
-        yield _counter(
-            "kvroute_source_decode_failures",
-            "Messages and events that could not be read",
-            "reason",
-            _total(runners, lambda runner: runner.intake.failures),
-        )
-        yield _counter(
-            "kvroute_source_connection",
-            "Connections, replays, unknown tags and fields",
-            "kind",
-            _total(runners, lambda runner: runner.intake.counts),
         )
         yield _counter(
             "kvroute_index_writer",
@@ -131,7 +87,7 @@ def _total(
 ) -> Counter[str]:
     total: Counter[str] = Counter()
     for runner in runners:
-        total.update(counts(runner))
+        total.update(dict(counts(runner)))
     return total
 
 

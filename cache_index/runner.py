@@ -85,7 +85,7 @@ class SourceRunner:
         state, spec, intake = self.state, self.spec, self.intake
         trust, reason = state.trust(now_s)
         last_at_s = state.last_batch_at_s
-        hint = "" if state.connected_now or trust is Trust.EXACT else spec.hint
+        hint = "" if state.connected_now else spec.hint
         why = (reason, self.feed.error, listening, hint)
         return SourceStatus(
             replica=spec.replica,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -25,6 +25,7 @@ __all__ = ["CacheIndex"]
 _log = logging.getLogger(__name__)
 _DEFAULT_MAX_UNITS = 4_000_000
 _WATCH_S = 0.25
+_TRUSTS_S = 0.25
 _RESTART_PAUSE_S = 2.0
 
 
@@ -70,6 +71,8 @@ class CacheIndex:
         self._collector: IndexCollector | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._specs: Collection[SourceSpec] = ()
+        self._trusts: Mapping[tuple[str, int], str] = {}
+        self._trusts_until_s = 0.0
 
     async def start(self) -> None:
         """Start everything. A server that cannot be reached is waited for in the background."""
@@ -159,6 +162,20 @@ class CacheIndex:
         """
         if self._indexer is not None:
             self._indexer.void(replica, reason)
+
+    def trusts(self) -> Mapping[tuple[str, int], str]:
+        """How far each source is trusted, at most a quarter of a second ago.
+
+        What is given out is never changed, so that whoever keeps it keeps what was known then.
+        """
+        now_s = time.monotonic()
+        if self._indexer is not None and now_s >= self._trusts_until_s:
+            self._trusts = {
+                (key.replica, key.rank): str(runner.state.trust(now_s)[0])
+                for key, runner in self._indexer.runners.items()
+            }
+            self._trusts_until_s = now_s + _TRUSTS_S
+        return self._trusts
 
     @property
     def available(self) -> bool:

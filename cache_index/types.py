@@ -57,7 +57,7 @@ class SourceSpec:
     `endpoint` and `replay_endpoint` are ZMQ addresses to connect to. With `dials` the publisher
     connects to us: `endpoint` is then the address to bind, shared with other publishers, and
     `topic` or one of `names` tells whose a message is: a name is a whole topic, or the middle of
-    `kv@NAME@MODEL`. `hint` says what an operator should know while nothing is heard.
+    `kv@NAME@MODEL`. `hint` says what an operator should know while nobody is connected.
     """
 
     replica: str

@@ -39,7 +39,7 @@ def admin_routes(
     @router.post("", status_code=201, openapi_extra=_BODY)
     async def add_replica(request: Request) -> dict[str, Any]:
         """A replica joins and is probed at once; it gets requests when it is found well."""
-        config = await _read_config(request)
+        config = await _read_config(request, settings)
         if config.name in fleet.replicas:
             raise ReplicaExists(config.name)
         replica = make(config)
@@ -103,7 +103,7 @@ def guard(settings: Settings) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-async def _read_config(request: Request) -> ReplicaConfig:
+async def _read_config(request: Request, settings: Settings) -> ReplicaConfig:
     """The new replica. Raises InvalidRequest, which names the field."""
     body = await read_body(request.scope["headers"], request.receive, max_bytes=MAX_BODY_BYTES)
     try:
@@ -118,4 +118,9 @@ async def _read_config(request: Request) -> ReplicaConfig:
     if config.by_dns:
         message = "url: a dns+http name belongs in the setting `replicas`; add http addresses here."
         raise InvalidRequest(message, param="url")
+    if config.dials and settings.kv_events_bind is None:
+        message = (
+            "kv_events: without `endpoint` its engine dials us, but kv_events_bind is not set."
+        )
+        raise InvalidRequest(message, param="kv_events")
     return config

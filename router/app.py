@@ -21,6 +21,7 @@ from router.control import control_routes
 from router.decisions import decision_routes
 from router.envelope import Envelope, declare_errors
 from router.errors import MethodNotAllowed
+from router.event_sources import source_routes
 from router.gateway import Gateway, Index
 from router.relay import Relay, RelayResponse
 from router.replicas import Replica
@@ -69,6 +70,7 @@ def create_app(settings: Settings, index: Index | None = None) -> HotPath:
     make = partial(Replica.from_config, settings=settings)
     app.include_router(admin_routes(settings, gateway.fleet, make))
     app.include_router(status_routes(gateway))
+    app.include_router(source_routes(settings, gateway.index))
     app.include_router(decision_routes(settings, gateway.receipts, gateway.explainer))
     for route in ROUTES:
         _declare(app, gateway.relay, route)

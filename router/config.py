@@ -54,14 +54,22 @@ def _secret(given: SecretStr | None) -> SecretStr | None:
 
 
 class KvEventsConfig(BaseModel):
-    """Where one data-parallel rank of a replica publishes its KV events."""
+    """Where one data-parallel rank of a replica publishes its KV events.
+
+    Without `endpoint` its engine dials `kv_events_bind`, under its replica's name or `topic`.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     rank: Annotated[int, Field(ge=0, description="data-parallel rank")] = 0
-    endpoint: Annotated[str, Field(description="ZMQ PUB address, e.g. tcp://10.0.0.7:5557")]
+    endpoint: Annotated[
+        str | None,
+        Field(description="ZMQ PUB address, e.g. tcp://10.0.0.7:5557; unset: it dials us"),
+    ] = None
     replay_endpoint: Annotated[str | None, Field(description="ZMQ ROUTER address")] = None
-    topic: Annotated[str, Field(description="subscription prefix")] = ""
+    topic: Annotated[
+        str, Field(description="subscription prefix; of an engine that dials, its whole topic")
+    ] = ""
 
 
 class ReplicaConfig(BaseModel):
@@ -121,6 +129,11 @@ class ReplicaConfig(BaseModel):
         return events
 
     @property
+    def dials(self) -> bool:
+        """Whether a publisher of its engine connects to `kv_events_bind`."""
+        return any(event.endpoint is None for event in self.kv_events or ())
+
+    @property
     def by_dns(self) -> bool:
         """Whether it stands for all addresses of a name."""
         return urlsplit(self.url).scheme == DNS_SCHEME
@@ -174,6 +187,10 @@ class Settings(BaseSettings):
         float,
         Field(ge=0, le=1, description="retries of answered requests, as a share of all requests"),
     ] = 0.2
+    kv_events_bind: Annotated[
+        str | None,
+        Field(description="tcp://*:5557: a socket of ours for engines whose publishers dial"),
+    ] = None
     base_unit_tokens: Annotated[
         int, Field(ge=1, le=4096, description="tokens per hashed unit; divides every block size")
     ] = 16
@@ -283,6 +300,28 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"model_aliases: {alias!r} stands for {target!r}, which is an alias itself; "
                     "name the served model"
+                )
+        return self
+
+    @field_validator("kv_events_bind")
+    @classmethod
+    def _bindable(cls, address: str | None) -> str | None:
+        if not address:
+            return None
+        if address.startswith("ipc://"):
+            return address
+        parts = urlsplit(address)
+        if parts.scheme != "tcp" or not parts.port or parts.path or not parts.netloc:
+            raise ValueError(f"{address!r} is not an address to bind such as tcp://*:5557")
+        return address
+
+    @model_validator(mode="after")
+    def _dialed_is_bound(self) -> Settings:
+        for replica in self.replicas:
+            if replica.dials and self.kv_events_bind is None:
+                raise ValueError(
+                    f"replicas: kv_events of {replica.name!r} has no endpoint, so its engine "
+                    "dials us: set kv_events_bind to tcp://*:5557"
                 )
         return self
 

@@ -6,7 +6,7 @@ Whatever comes from a replica may be malformed: what cannot be read is left out,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 import orjson
 from pydantic import ValidationError
 
-from cache_index.identity import ModelIdentity
-from cache_index.types import SourceSpec
 from router.config import KvEventsConfig
 
 MAX_RANKS = 1024
@@ -101,25 +99,6 @@ def sglang_publishers(info: Any) -> list[KvEventsConfig]:
 def is_sglang(info: Any) -> bool:
     """Whether an answer to these routes is SGLang's; vLLM has a /server_info of its own."""
     return "kv_events_config" in _server_args(info)
-
-
-def source_specs(
-    name: str, host: str, publishers: Sequence[KvEventsConfig], model: ModelIdentity
-) -> tuple[SourceSpec, ...]:
-    """Index sources of one replica; a wildcard address means the replica's own host."""
-    return tuple(
-        SourceSpec(
-            replica=name,
-            rank=publisher.rank,
-            endpoint=dialable(publisher.endpoint, host),
-            replay_endpoint=dialable(publisher.replay_endpoint, host)
-            if publisher.replay_endpoint
-            else None,
-            topic=publisher.topic,
-            model=model,
-        )
-        for publisher in publishers
-    )
 
 
 def dialable(endpoint: str, host: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from cache_index.service import CacheIndex
-from cache_index.types import SourceSpec, SourceStatus
+from cache_index.types import ListenerStatus, SourceSpec, SourceStatus
 from router.catalogue import Catalogue
 from router.clients import Clients
 from router.config import Settings
@@ -62,8 +62,16 @@ class Index(PrefixIndex, Protocol):
         """Declare the publishers to follow."""
         ...
 
-    def sources(self) -> Sequence[SourceStatus]:
+    def sources(self) -> list[SourceStatus]:
         """Trust and progress of each source."""
+        ...
+
+    def listeners(self) -> list[ListenerStatus]:
+        """Sockets that publishers dial."""
+        ...
+
+    def void(self, replica: str, reason: str) -> None:
+        """Forget what a replica's own cache holds."""
         ...
 
 
@@ -105,6 +113,7 @@ class Gateway:
             redis_url=settings.redis_url,
             base_unit_tokens=settings.base_unit_tokens,
             registry=registry,
+            listen=settings.kv_events_bind,
         )
         metrics = Metrics(registry)
         registry.register(FleetCollector(fleet, load))
@@ -127,7 +136,12 @@ class Gateway:
         identifier = Identifier(tokenizers, metrics, timeout_s=settings.render_timeout_s)
         doctor = DoctorWatch(fleet, settings, tokenizers)
         registry.register(DoctorCollector(doctor))
-        prober = Prober(fleet, settings, lambda: index.set_sources(fleet.source_specs()))
+        prober = Prober(
+            fleet,
+            settings,
+            lambda: index.set_sources(fleet.source_specs()),
+            lambda name: index.void(name, "its engine slept"),
+        )
         discovery = DnsDiscovery(
             fleet, dns_names(settings), make, interval_s=settings.dns_interval_s
         )

@@ -28,10 +28,10 @@ from router.engines import (
     listed_publishers,
     served_models,
     sglang_publishers,
-    source_specs,
 )
 from router.errors import UpstreamError
 from router.probe import ProbeFailed, ask, ask_json, ask_optional, refusal
+from router.publishers import Bound, source_specs
 from router.replicas import Fleet, Replica
 
 logger = logging.getLogger("kvroute.health")
@@ -49,21 +49,29 @@ MISSED_PROBES = 2
 
 
 class Prober:
-    """Keeps the fleet's facts; `on_sources` is called when the KV event publishers change."""
+    """Keeps the fleet's facts.
+
+    `on_sources` is called when the KV event publishers change, `on_emptied` with the name of a
+    replica whose engine falls asleep, and again when it wakes: its cache is gone, which its events
+    tell with its next step only. Whoever started meanwhile has replayed what was before.
+    """
 
     def __init__(
         self,
         fleet: Fleet,
         settings: Settings,
         on_sources: Callable[[], None] = lambda: None,
+        on_emptied: Callable[[str], None] = lambda name: None,
         random: Random | None = None,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._on_sources = on_sources
+        self._on_emptied = on_emptied
         self._random = random or Random()
         self._declared: list[SourceSpec] = []
         self._limit_s = settings.probe_timeout_s
+        self._bound = Bound(settings.kv_events_bind)
         self._slots = asyncio.Semaphore(MAX_PROBES)
         self._watches: dict[Replica, _Watch] = {}
         self._judge: asyncio.Task[None] | None = None
@@ -185,7 +193,10 @@ class Prober:
         watch.count += 1
         if learn:
             await self._learn(replica, watch)
-        replica.passed(sleeping=await self._sleeping(replica, watch, learn=learn))
+        sleeping = await self._sleeping(replica, watch, learn=learn)
+        if sleeping != replica.sleeping:
+            self._on_emptied(replica.name)
+        replica.passed(sleeping=sleeping)
 
     async def _learn(self, replica: Replica, watch: _Watch) -> None:
         models = served_models(await ask_json(replica, "/v1/models", self._limit_s))
@@ -200,7 +211,10 @@ class Prober:
             logger.warning("replica %s: its KV event publishers: %s", replica.name, error)
         else:
             identity = ModelIdentity(next(iter(models.values())).base)
-            sources = source_specs(replica.name, replica.host, publishers, identity)
+            declared = replica.declared_events is not None
+            sources = source_specs(
+                replica.owner, publishers, identity, self._bound, declared=declared
+            )
             ranks = tuple(sorted({each.rank for each in publishers})) or (0,)
         replica.learned(models, sources, ranks)
         watch.dev_mode = await ask_optional(replica, "/is_sleeping", self._limit_s) is not None
@@ -209,14 +223,21 @@ class Prober:
         if replica.declared_events is not None:
             return replica.declared_events
         listed = await ask_optional(replica, "/kv_event_sources", self._limit_s)
-        if listed is not None or replica.kind is EngineKind.VLLM:
+        if listed is not None:
             return listed_publishers(listed)
+        if replica.kind is EngineKind.VLLM:
+            return self._unlisted
         for path in ("/server_info", "/get_server_info"):
             info = await ask_optional(replica, path, self._limit_s)
             if is_sglang(info):
                 replica.kind = EngineKind.SGLANG
                 return sglang_publishers(info)
-        return []
+        return self._unlisted
+
+    @property
+    def _unlisted(self) -> list[KvEventsConfig]:
+        """Engines that do not list their publishers (vLLM before 0.31) may dial us all the same."""
+        return [KvEventsConfig()] if self._bound.endpoint else []
 
     async def _sleeping(self, replica: Replica, watch: _Watch, *, learn: bool) -> bool:
         """Asked each time where the engine can be put to sleep over HTTP, else now and then."""

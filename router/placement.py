@@ -26,6 +26,10 @@ class PrefixIndex(Protocol):
         """Base units that each holder has from the start of the chain of packed hashes."""
         ...
 
+    def trusts(self) -> Mapping[tuple[str, int], str]:
+        """How far each source, by replica and rank, is trusted; never changed once given out."""
+        ...
+
 
 class Prompt(NamedTuple):
     """A prompt to be placed; `token_ids` are packed u32, None when unknown.
@@ -44,9 +48,11 @@ class Prompt(NamedTuple):
 
 RootMatch = tuple[str, str, int, Mapping[Holder, int]]
 """Base model, adapter, the root's digest, and what the index said: units by holder of any tier."""
-Match = tuple[Mapping[tuple[str, int], int], Sequence[RootMatch]]
-"""Tokens credited by (replica, rank), and what that was read from."""
-NO_MATCH: Match = ({}, ())
+Trusts = Mapping[tuple[str, int], str]
+"""How far the source of each (replica, rank) is trusted."""
+Match = tuple[Mapping[tuple[str, int], int], Sequence[RootMatch], Trusts]
+"""Tokens credited by (replica, rank), what that was read from, and the trust it was read with."""
+NO_MATCH: Match = ({}, (), {})
 
 
 class Placement(NamedTuple):
@@ -87,7 +93,7 @@ class Placer:
         cached whole is a hit of one block less.
         """
         if prompt.token_ids is None or prompt.tokens <= self._unit_tokens:
-            return NO_MATCH
+            return {}, (), self._index.trusts()
         matched: dict[tuple[str, int], int] = {}
         roots: list[RootMatch] = []
         for base, adapter in {self._identity(replica, prompt.model) for replica in replicas}:
@@ -98,7 +104,7 @@ class Placer:
             for holder, units in held.items():
                 if holder.tier == DEVICE_TIER:
                     matched[holder.replica, holder.rank] = units * self._unit_tokens
-        return matched, roots
+        return matched, roots, self._index.trusts()
 
     def place(
         self,

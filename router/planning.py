@@ -16,7 +16,15 @@ from router.config import Settings
 from router.errors import InvalidRequest, NoReplica, OwnerGone, PinRefused
 from router.identify import Identifier
 from router.owners import Owners
-from router.placement import BYTES_PER_TOKEN_GUESS, NO_MATCH, Match, Placer, Prompt, RootMatch
+from router.placement import (
+    BYTES_PER_TOKEN_GUESS,
+    NO_MATCH,
+    Match,
+    Placer,
+    Prompt,
+    RootMatch,
+    Trusts,
+)
 from router.prompt import Request, load_object, parse_request
 from router.replicas import Fleet, Replica
 from router.routes import Kind
@@ -45,6 +53,7 @@ class Plan(NamedTuple):
     prompt: Prompt
     matched: Mapping[tuple[str, int], int]
     roots: Sequence[RootMatch]
+    trust: Trusts
     streaming: bool
     repeatable: bool
     only: str | None
@@ -157,6 +166,7 @@ class Planner:
             prompt=prompt or guessed,
             matched=matched[0],
             roots=matched[1],
+            trust=matched[2],
             streaming=streaming,
             repeatable=call.route.repeatable or call.method == "GET",
             only=only.replica if only else None,

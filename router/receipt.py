@@ -61,7 +61,7 @@ def decision(kept: Kept, policy: str, unit_tokens: int) -> Json:
         refused = f"refused before a replica was chosen: {kept.error_code or 'the client left'}"
         reason = "not decided yet" if kept.running else refused
         return {**known, "candidates": [], "chosen": None, "why": reason}
-    candidates = _candidates(kept.snapshot, kept.choice)
+    candidates = _candidates(kept.snapshot, kept.choice, kept.trust)
     return {
         **known,
         "candidates": candidates,
@@ -139,9 +139,15 @@ def _root(match: RootMatch, unit_tokens: int) -> Json:
     return {**names, "digest": f"{digest:016x}", "holders": holders}
 
 
-def _candidates(snapshot: Snapshot, choice: Choice) -> list[Json]:
+def _candidates(
+    snapshot: Snapshot, choice: Choice, trust: Mapping[tuple[str, int], str]
+) -> list[Json]:
+    """With the trust in their events as it was then, where the index was asked."""
     return [
-        _candidate(each, snapshot, score, chosen=at == choice.chosen)
+        {
+            **_candidate(each, snapshot, score, chosen=at == choice.chosen),
+            **({"trust": trust.get((each.replica, each.rank))} if trust else {}),
+        }
         for at, (each, score) in enumerate(zip(snapshot.candidates, choice.scores, strict=True))
     ]
 

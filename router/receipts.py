@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from os import urandom
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ class Kept(NamedTuple):
     reason: str
     on_trial: bool
     roots: Sequence[RootMatch]
+    trust: Mapping[tuple[str, int], str]
     snapshot: Snapshot | None
     choice: Choice | None
     attempts: Sequence[Attempt]
@@ -125,6 +126,7 @@ class Receipts:
             plan.reason if plan else "",
             call.on_trial,
             plan.roots if plan else (),
+            plan.trust if plan else {},
             placement.snapshot if placement else None,
             placement.choice if placement else None,
             call.attempts,

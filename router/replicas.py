@@ -29,6 +29,7 @@ from router.outliers import (
     next_repeats,
     outliers,
 )
+from router.publishers import Owner
 from router.upstream import ReplicaPool
 
 __all__ = ["STATES", "Ejection", "Fleet", "Replica", "ServedModel"]
@@ -126,6 +127,11 @@ class Replica:
     def host(self) -> str:
         """Where its publishers are too."""
         return urlsplit(self.url).hostname or ""
+
+    @property
+    def owner(self) -> Owner:
+        """As whose its publishers are known."""
+        return Owner(self.name, self.host, self.netloc.decode())
 
     @property
     def ranked(self) -> bool:

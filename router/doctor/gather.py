@@ -11,7 +11,7 @@ import httpx
 import zmq
 
 from cache_index.identity import ModelIdentity
-from router.config import ReplicaConfig, Settings
+from router.config import KvEventsConfig, ReplicaConfig, Settings
 from router.doctor.asking import Asker, NoAnswer, Reply
 from router.doctor.facts import GATEWAY, Ids, Listing, ReplicaFacts, Tokens
 from router.doctor.hearing import unpack
@@ -32,8 +32,8 @@ from router.engines import (
     listed_publishers,
     served_models,
     sglang_publishers,
-    source_specs,
 )
+from router.publishers import Bound, Owner, source_specs
 from router.templating import RenderError
 from router.tokenizing import ModelTokenizer
 
@@ -100,8 +100,11 @@ class _Examination:
         facts, publishers = await self._engine(facts)
         facts = await self._tokens(facts)
         identity = ModelIdentity(facts.model)
-        host = httpx.URL(facts.url).host
-        specs = source_specs(facts.name, host, publishers, identity)
+        url = httpx.URL(facts.url)
+        owner = Owner(facts.name, url.host, url.netloc.decode())
+        bound = Bound(self._examiner.settings.kv_events_bind)
+        declared = facts.listing is Listing.DECLARED
+        specs = source_specs(owner, publishers, identity, bound, declared=declared)
         limit_s = min(self._examiner.limit_s, CONNECT_LIMIT_S)
         async with listening(specs, limit_s) as ears:
             facts = replace(facts, publishers=ears.publishers)
@@ -161,7 +164,10 @@ class _Examination:
         listing = Listing.LISTED if listed else Listing.EMPTY if told or off else Listing.UNTOLD
         if declared is not None:
             listing = Listing.DECLARED
-        facts = replace(facts, listing=listing, endpoints=tuple(each.endpoint for each in listed))
+        endpoints = tuple(each.endpoint for each in listed if each.endpoint)
+        facts = replace(facts, listing=listing, endpoints=endpoints)
+        if listing is Listing.UNTOLD and self._examiner.settings.kv_events_bind:
+            return facts, [KvEventsConfig()]
         return facts, listed if declared is None else declared
 
     async def _sglang(self, facts: ReplicaFacts) -> tuple[ReplicaFacts, Any]:

@@ -121,7 +121,8 @@ def _not_reached(facts: ReplicaFacts, publisher: Publisher) -> Finding:
             f"rank {publisher.rank}: the engine was given the endpoint {own_words[0]}: without a "
             "wildcard it dials that address instead of listening there",
             _BLIND,
-            f"write tcp://*:PORT for the host: start {facts.engine} with {events_flag(facts)}",
+            f"write tcp://*:PORT for the host: start {facts.engine} with {events_flag(facts)}; or "
+            "set kv_events_bind, so that the gateway listens at that port",
         )
     return Finding(
         "events_unreachable",

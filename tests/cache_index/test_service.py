@@ -161,8 +161,9 @@ async def test_malformed_messages_are_counted_and_survived(server: Server, names
         await publisher.publish(stored([1], TOKENS[:16]))
         await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
         text = generate_latest(registry).decode()
-        assert 'kvroute_source_decode_failures_total{reason="sequence"} 1.0' in text
-        assert 'kvroute_source_decode_failures_total{reason="frames"} 1.0' in text
+        failures = 'kvroute_source_decode_failures_total{rank="0",'
+        assert f'{failures}reason="sequence",replica="r0"}} 1.0' in text
+        assert f'{failures}reason="frames",replica="r0"}} 1.0' in text
         assert 'kvroute_source_trust{rank="0",replica="r0"} 2.0' in text
         assert 'kvroute_index_matches_total{result="hit"}' in text
     assert "kvroute_" not in generate_latest(registry).decode()

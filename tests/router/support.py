@@ -15,7 +15,7 @@ import httpx
 import uvicorn
 
 from cache_index.blocks import unpack_hashes
-from cache_index.types import Holder, SourceSpec, SourceStatus
+from cache_index.types import Holder, ListenerStatus, SourceSpec, SourceStatus
 from router.app import Gateway, create_app
 from router.config import Settings
 from router.connection import ClientConnection
@@ -185,6 +185,8 @@ class TaughtIndex:
     available: bool = True
     redis_url: str | None = None
     asked: list[tuple[int, int]] = field(default_factory=list)
+    statuses: list[SourceStatus] = field(default_factory=list)
+    voided: list[tuple[str, str]] = field(default_factory=list)
 
     async def start(self) -> None: ...
 
@@ -193,8 +195,17 @@ class TaughtIndex:
     def set_sources(self, specs: Collection[SourceSpec]) -> None:
         self.specs = list(specs)
 
-    def sources(self) -> Sequence[SourceStatus]:
+    def sources(self) -> list[SourceStatus]:
+        return self.statuses
+
+    def listeners(self) -> list[ListenerStatus]:
         return []
+
+    def void(self, replica: str, reason: str) -> None:
+        self.voided.append((replica, reason))
+
+    def trusts(self) -> Mapping[tuple[str, int], str]:
+        return {(each.replica, each.rank): str(each.trust) for each in self.statuses}
 
     def match(self, root: int, hashes: bytes) -> Mapping[Holder, int]:
         unpacked = unpack_hashes(hashes)

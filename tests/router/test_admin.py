@@ -60,7 +60,7 @@ async def test_who_may_and_what_is_refused() -> None:
                 ({"url": "dns+http://pods:8000"}, "url"),
                 ({}, "url"),
                 ({"url": "http://a", "name": "a\nb"}, "name"),
-                ({"url": "http://a", "kv_events": [{"rank": 0}]}, "kv_events.0.endpoint"),
+                ({"url": "http://a", "kv_events": [{"rank": 0}]}, "kv_events"),
                 ({"url": "http://a", "extra": 1}, "extra"),
                 ([], None),
             ):

@@ -39,7 +39,10 @@ def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"replicas": REPLICA, "prot": 1}, "prot: .*no such setting"),
         ({"replicas": [{"url": "a:8000"}]}, "replicas.0.url: 'a:8000' is not a base URL"),
         ({"replicas": [{"url": "http://a:x"}]}, "replicas.0.url: "),
-        ({"replicas": [{"url": "http://a", "kv_events": [{}]}]}, "replicas.0.kv_events.0.endpoint"),
+        (
+            {"replicas": [{"url": "http://a", "kv_events": [{"rank": -1}]}]},
+            "replicas.0.kv_events.0.rank",
+        ),
         ({"replicas": [{"url": "https://a"}]}, "replicas.0.url: TLS to replicas"),
         ({"replicas": ["http://a:1/v1/"]}, "replicas.0.url: leave out the /v1"),
         (

@@ -399,6 +399,14 @@ def named(replica: ScriptedReplica, speaker: Speaker) -> dict[str, Any]:
     }
 
 
+async def test_an_engine_that_dials_is_well_where_a_socket_of_ours_is_bound(start: Start) -> None:
+    fleet = await start(events=Events.CONNECT)
+    endpoint = fleet.replicas[0].describe()["kv_events"][0]
+    assert await found(*fleet.replicas, kv_events_bind=endpoint.replace("127.0.0.1", "*")) == ()
+    other = await found(*fleet.replicas, kv_events_bind="tcp://*:1")
+    assert "events_connect" in codes(other)
+
+
 # Who cannot be examined
 
 
