@@ -1,0 +1,26 @@
+"""A judge of the index: what KV events mean, from the wire's description and the design alone.
+
+Nothing here imports the implementation, and no rule was taken from its code. An engine is
+modelled with what it holds; its publisher and the network are data; the verdict says, at each
+moment, how many tokens of a prompt may be claimed and how many must be. The readings taken where
+the description leaves room, always on the side of under-reporting:
+
+* The truth is what the engine has *said*: events leave only with a step, so a cleared engine that
+  does no step is, for any listener, not cleared.
+* A claim may exceed the truth only by blocks that were true within one trust lease plus the time
+  a message may be under way (`TRANSIT_S`).
+* AllBlocksCleared names no tier. A listener may take the host tier as gone; it may keep it only
+  if the engine kept it.
+* Stores and removals are counted: two copies of one hash need two removals. An engine that
+  reports reused blocks again (`reports_again`) adds no copy by that, and there the first removal
+  is the last.
+* A placeholder (a host store without tokens) says where its block is only if the block was known
+  then; a listener may ignore any other.
+* A store whose parent is not held anywhere is an orphan: it need not be claimed. A parent that is
+  stored later in the same batch is known.
+* A window group must hold the whole window before the end of the match. A listener may count the
+  window with or without the token that is computed next.
+* An adapter without a name on the wire (before 0.14) need not be claimed, and must never be
+  claimed for the base model.
+* A source whose trust is `none` claims nothing.
+"""
