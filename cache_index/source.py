@@ -60,7 +60,7 @@ class SourceState:
         self._replay: Replay | None = None
         self._replay_wanted = replayable
         self._void_after_replay = ""
-        self._pending: deque[Delivery] = deque(maxlen=_MAX_PENDING)
+        self._pending: deque[tuple[Delivery, float]] = deque(maxlen=_MAX_PENDING)
         self._recent: dict[int, int] = {}
         self._connected = False
 
@@ -90,7 +90,7 @@ class SourceState:
     def live(self, delivery: Delivery, now_s: float) -> list[Operation]:
         """Take one message from the live stream."""
         if self._replay is not None or (self._replay_wanted and not self._degraded):
-            self._hold(delivery)
+            self._hold(delivery, now_s)
             return []
         operations: list[Operation] = []
         self._live(delivery, now_s, operations)
@@ -104,18 +104,18 @@ class SourceState:
                 return
             self.standing.fell(now_s)
             self._begin_life("restart", out)
-        if seq != self.last_seq + 1 and self._miss(delivery, out):
+        if seq != self.last_seq + 1 and self._miss(delivery, now_s, out):
             return
         self._apply(delivery, now_s, out)
         self.standing.renew(now_s)
 
-    def _miss(self, delivery: Delivery, out: list[Operation]) -> bool:
+    def _miss(self, delivery: Delivery, now_s: float, out: list[Operation]) -> bool:
         """Batches before this one are missing. True if a replay must bring them first."""
         self.counts["gap"] += 1
         self.counts["missing"] += delivery.seq - self.last_seq - 1
         if not self._alone:
             self._replay_wanted = True
-            self._hold(delivery)
+            self._hold(delivery, now_s)
             return True
         if self.last_seq >= 0:
             self._drop("gap", out)
@@ -123,10 +123,10 @@ class SourceState:
             self.standing.partial_reason = "joined after its first batch"
         return False
 
-    def _hold(self, delivery: Delivery) -> None:
+    def _hold(self, delivery: Delivery, arrived_s: float) -> None:
         if len(self._pending) == self._pending.maxlen:
             self.counts["held_back_overflow"] += 1
-        self._pending.append(delivery)
+        self._pending.append((delivery, arrived_s))
 
     # -- replay
 
@@ -150,12 +150,16 @@ class SourceState:
         if replay.rebuild:
             replay.rebuild = False
             self._begin_life("replay is back", operations)
+            # What comes now may be old; only END shows that it is all.
+            self.standing.cut_off = "its replay has not ended"
         elif replay.confirming:
             verdict = replay.confirm(delivery, self.last_seq, self._last_digest)
             if verdict is Verdict.OTHER_LIFE:
                 self._begin_life("restart", operations)
             if verdict is not Verdict.NEWS:
                 return operations
+            # The batch we know has left the buffer: whose the next one is, nobody can say.
+            self._start_over("past the replay buffer", operations)
         self._take_replayed(replay, delivery, now_s, operations)
         return operations
 
@@ -172,7 +176,7 @@ class SourceState:
                 return
             if self.last_seq >= 0:
                 self._drop("past the replay buffer", out)
-            else:
+            elif not self.standing.partial_reason:
                 self.standing.partial_reason = "older batches have left the replay buffer"
         replay.taken += 1
         self._apply(delivery, now_s, out)
@@ -201,7 +205,7 @@ class SourceState:
             self.standing.complete = True
         self.standing.renew(asked_at_s)
         self._void_late(operations)
-        self._release(now_s, operations)
+        self._release(operations)
         return operations
 
     def fail_replay(self, now_s: float) -> list[Operation]:
@@ -214,18 +218,22 @@ class SourceState:
         if self._failures >= _REPLAY_ATTEMPTS and self._replay_wanted and not self._degraded:
             self._degraded = True
             self._start_over("replay does not answer", operations)
+        elif self._degraded and replay is not None and replay.taken:
+            # It is a part, and what was removed since may be in the rest.
+            self._start_over("replay does not answer", operations)
         if self._degraded or not self._replay_wanted:
             self._void_late(operations)
-            self._release(now_s, operations)
+            self._release(operations)
         return operations
 
-    def _release(self, now_s: float, out: list[Operation]) -> None:
+    def _release(self, out: list[Operation]) -> None:
         held, self._pending = self._pending, deque(maxlen=_MAX_PENDING)
-        for delivery in held:
+        for delivery, arrived_s in held:
             if self._replay_wanted and not self._degraded:
-                self._hold(delivery)
+                self._hold(delivery, arrived_s)
             else:
-                self._live(delivery, now_s, out)
+                # It proves what it proved when it came, not now.
+                self._live(delivery, arrived_s, out)
 
     # -- connection
 

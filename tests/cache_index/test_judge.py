@@ -28,7 +28,7 @@ class Oracle:
     def heard(self, rank: int, frame: Frame, now: float) -> None:
         assert frame.seq >= END
 
-    def take_requests(self, rank: int) -> Sequence[tuple[int, int]]:
+    def take_requests(self, rank: int, now: float) -> Sequence[tuple[int, int]]:
         return ()
 
     def trust(self, rank: int, now: float) -> str:

@@ -16,11 +16,15 @@ the description leaves room, always on the side of under-reporting:
   is the last.
 * A placeholder (a host store without tokens) says where its block is only if the block was known
   then; a listener may ignore any other.
+* Pools announce salted blocks under the unsalted hash, without extra keys and group. From a source
+  with salted blocks a listener may ignore host stores that name no group.
 * A store whose parent is not held anywhere is an orphan: it need not be claimed. A parent that is
   stored later in the same batch is known.
 * A window group must hold the whole window before the end of the match. A listener may count the
   window with or without the token that is computed next.
 * An adapter without a name on the wire (before 0.14) need not be claimed, and must never be
   claimed for the base model.
+* A listener that says exact may take `WORK_S` over what it heard last.
+* A batch that only the network damaged need not be asked for again.
 * A source whose trust is `none` claims nothing.
 """

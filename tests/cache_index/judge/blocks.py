@@ -1,5 +1,6 @@
 """What is cached: blocks that stand for their whole prefix, and the prompts made of them."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 UNIT_TOKENS = 4
@@ -28,10 +29,9 @@ class Prompt(NamedTuple):
     root: Root
     letters: tuple[int, ...]
 
-    def blocks(self, units: int) -> list[Block]:
+    def blocks(self, units: int) -> tuple[Block, ...]:
         """The full blocks of `units` letters, first to last."""
-        whole = len(self.letters) // units
-        return [Block(self.root, self.letters[: (i + 1) * units]) for i in range(whole)]
+        return _blocks(self.root, self.letters, units)
 
     def tokens(self) -> list[int]:
         """Token ids, with a rest that fills no unit."""
@@ -40,6 +40,12 @@ class Prompt(NamedTuple):
     def has_pictures(self) -> bool:
         """Whether some letter is a picture."""
         return any(letter > PICTURE for letter in self.letters)
+
+
+@lru_cache(maxsize=4096)
+def _blocks(root: Root, letters: tuple[int, ...], units: int) -> tuple[Block, ...]:
+    whole = len(letters) // units
+    return tuple(Block(root, letters[: (i + 1) * units]) for i in range(whole))
 
 
 def tokens_of(letters: tuple[int, ...]) -> list[int]:

@@ -1,6 +1,7 @@
 """The engine: what one life of one rank holds, and the events it says about it."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,14 +109,14 @@ class Engine:
             del self.copies[place]
         self.unsaid.append(Cleared(host))
 
-    def _reusable(self, blocks: list[Block]) -> int:
+    def _reusable(self, blocks: Sequence[Block]) -> int:
         units = self.config.block_units
         tokens = prefix_tokens(
             blocks, units, DEVICE, self.config.groups, lambda place: self.copies[place] > 0, 1
         )
         return tokens // (units * UNIT_TOKENS)
 
-    def _kept(self, index: int, blocks: list[Block], reused: int, doubles: bool) -> list[Block]:
+    def _kept(self, index: int, blocks: Sequence[Block], reused: int, doubles: bool) -> list[Block]:
         fresh = [b for b in blocks[reused:] if doubles or not self.copies[Place(DEVICE, index, b)]]
         if self.config.groups[index].kind == FULL:
             return fresh
@@ -123,12 +124,12 @@ class Engine:
         keep = 1 if self.config.groups[index].kind == RECURRENT else 3
         return [b for b in fresh if b in blocks[-keep:]]
 
-    def _report_again(self, blocks: list[Block]) -> None:
+    def _report_again(self, blocks: Sequence[Block]) -> None:
         for index, group in enumerate(self.config.groups):
             if group.kind == FULL:
                 self.unsaid.append(Stored(DEVICE, index, tuple(blocks), again=True))
 
-    def _store(self, tier: str, index: int, blocks: list[Block]) -> None:
+    def _store(self, tier: str, index: int, blocks: Sequence[Block]) -> None:
         bare = tier == HOST and self.config.host == "placeholder"
         for run in _runs(blocks, self.config.block_units):
             self.copies.update(Place(tier, index, b) for b in run)
@@ -140,7 +141,7 @@ class Engine:
             del self.copies[place]
 
 
-def _runs(blocks: list[Block], units: int) -> list[list[Block]]:
+def _runs(blocks: Sequence[Block], units: int) -> list[list[Block]]:
     runs: list[list[Block]] = []
     for block in blocks:
         if runs and parent_of(block, units) == runs[-1][-1]:

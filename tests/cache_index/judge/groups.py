@@ -1,6 +1,7 @@
 """The rule of the match: which prefix can be reused, given what each KV group holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from tests.cache_index.judge.blocks import UNIT_TOKENS, Block
@@ -27,26 +28,39 @@ Has = Callable[[Place], bool]
 
 
 def prefix_tokens(
-    blocks: list[Block], units: int, tier: str, groups: tuple[Group, ...], has: Has, slack: int
+    blocks: Sequence[Block],
+    units: int,
+    tier: str,
+    groups: tuple[Group, ...],
+    has: Has,
+    slack: int,
 ) -> int:
     """The longest prefix of `blocks` that can be reused from `tier`, in tokens.
 
     `slack` tokens are taken off each window: 0 is the whole window before the end of the match,
     1 leaves out the token that is computed next.
     """
-    held = [[has(Place(tier, g, b)) for b in blocks] for g in range(len(groups))]
     block_tokens = units * UNIT_TOKENS
-    for count in range(len(blocks), 0, -1):
-        if all(_covers(g, held[i], count, block_tokens, slack) for i, g in enumerate(groups)):
+    longest = len(blocks)
+    for index, group in enumerate(groups):
+        if group.kind == FULL:
+            held = (has(Place(tier, index, block)) for block in blocks[:longest])
+            longest = sum(1 for _ in takewhile(bool, held))
+    states = [(g, i) for i, g in enumerate(groups) if g.kind != FULL]
+    for count in range(longest, 0, -1):
+        needed = (
+            Place(tier, i, block)
+            for group, i in states
+            for block in blocks[_first_needed(group, count, block_tokens, slack) : count]
+        )
+        if all(has(place) for place in needed):
             return count * block_tokens
     return 0
 
 
-def _covers(group: Group, held: list[bool], count: int, block_tokens: int, slack: int) -> bool:
-    if group.kind == FULL:
-        return all(held[:count])
+def _first_needed(group: Group, count: int, block_tokens: int, slack: int) -> int:
+    """The first of `count` blocks that a state group needs: its window's, or the last alone."""
     if group.kind == RECURRENT:
-        return held[count - 1]
+        return count - 1
     window = max((group.window_tokens or 0) - slack, 0)
-    first = max(count * block_tokens - window, 0) // block_tokens
-    return all(held[first:count])
+    return max(count * block_tokens - window, 0) // block_tokens

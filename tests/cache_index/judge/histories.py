@@ -27,7 +27,8 @@ WAITS_S = (0.0, 0.05, 0.2, 1.0, 3.0, 4.9, 5.3, 11.0)
 
 
 class Features(frozenset[str]):
-    """Switched-off parts: groups, again, pictures, placeholders, garbage, adapters."""
+    """Switched-off parts: groups, again, pictures, placeholders, garbage, adapters,
+    late (notices of a reconnect after the first messages), units (blocks of several)."""
 
 
 NOTHING_OFF = Features()
@@ -59,7 +60,7 @@ def _config(rng: Random, off: Features) -> EngineConfig:
     return EngineConfig(
         version=version,
         hash_kind=rng.choice(("int", "int", "signed", "bytes")),
-        block_units=rng.choice((1, 1, 2)),
+        block_units=1 if "units" in off else rng.choice((1, 1, 2)),
         groups=rng.choice(LAYOUTS) if hybrid else (Group(),),
         host=rng.choice(
             ("none", "described") + (() if "placeholders" in off else ("placeholder",))
@@ -153,7 +154,8 @@ def _restart(rng: Random, r: int, off: Features) -> Iterator[Op]:
     """Fast or slow; hashes as before or new; often just at the sequence of the old life."""
     seed = rng.choice((0, 0, rng.randrange(1, 99)))
     slow = rng.random() < 0.4
-    yield ("die", r, seed) if slow else ("restart", r, seed, rng.random() < 0.3)
+    late = "late" not in off and rng.random() < 0.3
+    yield ("die", r, seed) if slow else ("restart", r, seed, late)
     if rng.random() < 0.6:
         yield ("regain", r, rng.choice((0, 1, 1, 2)), rng.randrange(6))
     if slow:

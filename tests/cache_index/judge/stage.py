@@ -30,7 +30,7 @@ class Listener(Protocol):
     def disconnected(self, rank: int, now: float) -> None: ...
     def heard(self, rank: int, frame: Frame, now: float) -> None: ...
     def tick(self, now: float) -> None: ...
-    def take_requests(self, rank: int) -> Sequence[tuple[int, int]]: ...
+    def take_requests(self, rank: int, now: float) -> Sequence[tuple[int, int]]: ...
     def trust(self, rank: int, now: float) -> str: ...
     def claimed(self, prompt: Prompt, now: float) -> dict[tuple[int, str], int]: ...
 
@@ -86,17 +86,20 @@ class Stage:
         self.judged += len(asked)
 
     def _judge_one(self, rank: Rank, trust: str, prompt: Prompt, tier: str, claim: int) -> None:
-        verdict, where = rank.verdict, f"rank {rank.index} {tier} {prompt} at {self.now:.3f}"
+        verdict = rank.verdict
         if claim and trust == "none":
-            raise Misjudged(f"{where}: {claim} claimed without trust")
+            self._misjudged(rank, prompt, tier, f"{claim} claimed without trust")
         if claim and claim > (most := verdict.at_most(prompt, tier, self.now)):
-            raise Misjudged(f"{where}: {claim} claimed, at most {most} held within the lease")
+            self._misjudged(rank, prompt, tier, f"{claim} claimed, {most} held within the lease")
         quiet = self.now - verdict.changed_at > LEASE_S + 2 * TRANSIT_S
-        if trust != "exact" or not (quiet or (rank.all_heard() and not rank.link.late_notices)):
+        if trust != "exact" or not (quiet or rank.all_heard(self.now)):
             return
         least, most = verdict.at_least(prompt, tier), verdict.at_most_exactly(prompt, tier)
         if not least <= claim <= most:
-            raise Misjudged(f"{where}: exact, {claim} claimed, {least} to {most} held")
+            self._misjudged(rank, prompt, tier, f"exact, {claim} claimed, {least} to {most} held")
+
+    def _misjudged(self, rank: Rank, prompt: Prompt, tier: str, why: str) -> None:
+        raise Misjudged(f"rank {rank.index} {tier} {prompt} at {self.now:.3f}: {why}")
 
     def _judge_recovery(self) -> None:
         for rank in self.ranks:
@@ -123,7 +126,7 @@ class Stage:
             getattr(self._listener, notice)(rank.index, self.now)
 
     def _collect(self, rank: Rank) -> None:
-        for request, start_seq in self._listener.take_requests(rank.index):
+        for request, start_seq in self._listener.take_requests(rank.index, self.now):
             rank.link.requests.append((self.now, request, start_seq))
 
     def _pump_once(self, rank: Rank) -> bool:
@@ -151,5 +154,5 @@ class Stage:
         frame = (link.replay if replay else link.live).popleft()
         if not replay:
             link.last_live = frame
-        rank.note_heard(frame)
+        rank.note_heard(frame, self.now)
         self._listener.heard(rank.index, frame, self.now)

@@ -13,7 +13,7 @@ from tests.cache_index.judge.engine import (
     Stored,
 )
 from tests.cache_index.judge.groups import Place, prefix_tokens
-from tests.cache_index.judge.wire import shows_adapter_names
+from tests.cache_index.judge.wire import shows_adapter_names, shows_groups
 
 LEASE_S = 5.0
 TRANSIT_S = 0.25
@@ -28,6 +28,7 @@ class Verdict:
         self._said: Counter[Place] = Counter()
         self._sure: Counter[Place] = Counter()
         self._gone_at: dict[Place, float] = {}
+        self._salted = False
         self.changed_at = 0.0
 
     def say(self, events: tuple[Event, ...], now: float) -> None:
@@ -77,11 +78,14 @@ class Verdict:
     def _store(self, event: Stored, told: set[Block]) -> None:
         if event.again:
             return
+        self._salted |= event.blocks[0].root.salt is not None
+        named = self._config.named_group and shows_groups(self._config.version)
+        bare = event.tier == HOST and self._salted and not named
         for block in event.blocks:
             place = Place(event.tier, event.group, block)
             self._said[place] += 1
             self._gone_at.pop(place, None)
-            if self._is_sure(block, event.placeholder, told):
+            if not bare and self._is_sure(block, event.placeholder, told):
                 self._sure[place] += 1
 
     def _told(self, events: tuple[Event, ...]) -> set[Block]:

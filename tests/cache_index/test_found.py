@@ -1,0 +1,61 @@
+"""Histories in which the judge once convicted the index, shrunk, one test each."""
+
+from __future__ import annotations
+
+from .judge.blocks import Prompt, Root
+from .judge.engine import EngineConfig
+from .judge.stage import History, Op
+from .judge.world import World
+from .listener import PureListener
+
+PLAIN = Prompt(Root(), (0,))
+LONG = Prompt(Root(), (1, 0, 1))
+
+
+def run(*ops: Op, buffer: int = 1000, config: EngineConfig | None = None) -> None:
+    """Judge a history of one rank, prompts PLAIN (0) and LONG (1). Raises Misjudged."""
+    config = config or EngineConfig()
+    prompts = (PLAIN, LONG)
+    World(History((config,), (buffer,), prompts, prompts, ops), PureListener(1)).run()
+
+
+def test_a_replay_that_begins_after_the_batch_asked_for_confirms_nothing() -> None:
+    """The buffer of the next life began just there, and was taken for a continuation."""
+    run(
+        ("join", 0),
+        ("compute", 0, 0, 1, False),
+        ("step", 0),
+        ("restart", 0, 0, False),
+        ("lose", 0, 2),
+        ("step", 0),
+        ("step", 0),
+        buffer=2,
+    )
+
+
+def test_what_was_held_back_proves_what_it_proved_when_it_came() -> None:
+    """A message that waited for a replay renewed the lease when it was let go."""
+    run(
+        ("wait", 11.0),
+        ("join", 0),
+        ("compute", 0, 0, 1, False),
+        ("step", 0),
+        ("die", 0, 0),
+        ("wait", 5.3),
+    )
+
+
+def test_a_part_of_a_replay_is_not_believed_where_replays_fail() -> None:
+    """A store came, the removal after it did not, and the connection vouched for both."""
+    run(
+        ("join", 0),
+        ("compute", 0, 0, 1, False),
+        ("replays", 0, "no_end", 0),
+        ("lose", 0, 2),
+        ("step", 0),
+        ("clear", 0, False),
+        ("step", 0),
+        ("step", 0),
+        ("replays", 0, "torn", 1),
+        ("wait", 11.0),
+    )
