@@ -32,6 +32,7 @@ class Replay:
     """A replay under way.
 
     `confirming`: it must begin with the last batch known. `rebuild`: all is asked for again.
+    `outdated`: the publisher may be another one since it was asked for.
     `torn`: batches were missing in its middle, so what came after them was not applied.
     """
 
@@ -41,6 +42,7 @@ class Replay:
     confirmed: bool = False
     torn: bool = False
     taken: int = 0
+    outdated: bool = False
 
     def confirm(self, delivery: Delivery, last_seq: int, last_digest: int) -> Verdict:
         """Judge the first batch, asked for from `last_seq` on."""

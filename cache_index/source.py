@@ -197,7 +197,7 @@ class SourceState:
             self._begin_life("restart", operations)
             replay.other_life = True
         self._degraded = False
-        self._replay_wanted = replay.other_life or replay.torn
+        self._replay_wanted = replay.other_life or replay.torn or replay.outdated
         self._torn = self._torn + 1 if replay.torn and not replay.taken else 0
         if self._replay_wanted:
             return operations
@@ -243,6 +243,10 @@ class SourceState:
         again = self.standing.proof_at_s is not None
         self._connected = True
         self.standing.connected()
+        # Held back from the last connection: it may be another publisher's.
+        self._pending.clear()
+        if self._replay is not None:
+            self._replay.outdated = True
         if self._replayable:
             self._replay_wanted = True
         if again and self._alone:

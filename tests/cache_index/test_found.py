@@ -59,3 +59,22 @@ def test_a_part_of_a_replay_is_not_believed_where_replays_fail() -> None:
         ("replays", 0, "torn", 1),
         ("wait", 11.0),
     )
+
+
+def test_what_was_held_back_of_two_connections_is_not_one_chain() -> None:
+    """Batch 0 of one life and batch 1 of the next waited together for a replay that failed."""
+    run(
+        ("join", 0),
+        ("cut", 0, True),
+        ("wait", 5.3),
+        ("join", 0),
+        ("compute", 0, 1, 3, False),
+        ("step", 0),
+        ("die", 0, 47),
+        ("regain", 0, 1, 0),
+        ("wait", 1.0),
+        ("join", 0),
+        ("step", 0),
+        ("cut", 0, True),
+        ("wait", 5.3),
+    )

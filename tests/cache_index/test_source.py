@@ -340,3 +340,12 @@ def test_a_replay_under_way_brings_back_nothing_of_it() -> None:
     assert kinds(out) == ["Store", "NewEpoch", "Store", "NewEpoch"]
     assert (state.last_seq, len(state.ledger)) == (1, 0)
     assert state.trust(0.0) == (Trust.PARTIAL, "it slept")
+
+
+def test_an_answer_asked_for_before_a_reconnect_proves_nothing_of_the_peer_after_it() -> None:
+    state = synced(delivery(0, block(1)))
+    state.begin_replay()
+    state.connected(1.0)
+    state.replayed(delivery(0, block(1)), 1.0)
+    state.end_replay(0.9, 1.0)
+    assert state.replay_wanted

@@ -155,7 +155,7 @@ def _restart(rng: Random, r: int, off: Features) -> Iterator[Op]:
     seed = rng.choice((0, 0, rng.randrange(1, 99)))
     slow = rng.random() < 0.4
     late = "late" not in off and rng.random() < 0.3
-    yield ("die", r, seed) if slow else ("restart", r, seed, late)
+    yield ("die", r, seed) if slow else ("restart", r, seed, late, rng.random() < 0.6)
     if rng.random() < 0.6:
         yield ("regain", r, rng.choice((0, 1, 1, 2)), rng.randrange(6))
     if slow:
@@ -176,7 +176,7 @@ def _reorder(rng: Random, r: int, off: Features) -> Iterator[Op]:
         if rng.random() < 0.7:
             yield ("answer", r)
         if rng.random() < 0.15:
-            yield ("restart", r, 0, False)
+            yield ("restart", r, 0, False, rng.random() < 0.5)
     yield ("hold", r, False, rng.random() < 0.5)
 
 

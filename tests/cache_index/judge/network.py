@@ -81,9 +81,9 @@ class Link:
             self.replay.extend(Frame(now, life, seq, payload, request) for seq, payload in frames)
 
     def cut(self, lossy: bool) -> None:
-        """The connection breaks; `lossy` takes what was under way with it."""
+        """The connection breaks; `lossy` takes answers that were under way with it."""
         self.connected = False
         self.requests.clear()
+        self.live.clear()
         if lossy:
-            self.live.clear()
             self.replay.clear()

@@ -1,6 +1,7 @@
 """Runs a history on its stage: each operation is a method."""
 
 from tests.cache_index.judge.engine import DEVICE, HOST, Noise
+from tests.cache_index.judge.rank import Rank
 from tests.cache_index.judge.stage import Stage
 from tests.cache_index.judge.verdict import LEASE_S, TRANSIT_S
 from tests.cache_index.judge.wire import shows_extra_keys, shows_tiers
@@ -55,11 +56,14 @@ class World(Stage):
         """The next batch is unreadable at its very source."""
         self._rank(r).garbage_next = True
 
-    def restart(self, r: int, new_seed: int, late: bool) -> None:
-        """The process dies and another listens at once on the same address."""
+    def restart(self, r: int, new_seed: int, late: bool, lossy: bool = True) -> None:
+        """The process dies and another listens at once on the same address.
+
+        Unless `lossy`, what the old one sent last still arrives.
+        """
         rank = self._rank(r)
         was_connected = rank.link.connected
-        rank.link.cut(lossy=True)
+        self._break(rank, lossy)
         rank.verdict.restart(self.now)
         rank.begin(new_seed)
         if was_connected:
@@ -94,8 +98,14 @@ class World(Stage):
         """The connection breaks."""
         rank = self._rank(r)
         if rank.link.connected:
-            rank.link.cut(lossy)
+            self._break(rank, lossy)
             self._notice(rank, ["disconnected"], False)
+
+    def _break(self, rank: Rank, lossy: bool) -> None:
+        """What is still heard of a connection is heard before its end is told."""
+        while rank.link.live and not lossy:
+            self._give(rank, False)
+        rank.link.cut(lossy)
 
     def lose(self, r: int, count: int) -> None:
         """The next live messages are lost; the connection stays."""
