@@ -8,7 +8,7 @@ request as a whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -46,7 +46,8 @@ class StreamFailed(Exception):
 class Client:
     """Keeps connections to one server. Use as an async context manager.
 
-    `clock` gives the seconds that outcomes are in; it must be monotonic.
+    `clock` gives the seconds that outcomes are in; it must be monotonic. `fields` go into every
+    body.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Client:
         deadlines: Deadlines | None = None,
         max_connections: int = 1024,
         clock: Callable[[], float] = monotonic,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
         self._model = model
+        self._fields = dict(fields or {})
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
         self._http = httpx.AsyncClient(
@@ -105,7 +108,7 @@ class Client:
         return outcome
 
     async def _stream(self, request: Chat | Completion, outcome: Outcome) -> None:
-        path, body = encode(request, self._model)
+        path, body = encode(request, self._model, self._fields)
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         async with self._http.stream("POST", path, content=body, headers=headers) as response:
             outcome.replica = response.headers.get(REPLICA_HEADER, "")
@@ -171,9 +174,12 @@ class _Reader:
             self._outcome.cached_tokens = _count(details.get("cached_tokens"))
 
 
-def encode(request: Chat | Completion, model: str) -> tuple[str, bytes]:
+def encode(
+    request: Chat | Completion, model: str, fields: Mapping[str, Any] | None = None
+) -> tuple[str, bytes]:
     """(path, body) of a streaming request that reports its usage at the end."""
     common = {
+        **(fields or {}),
         "model": model,
         "max_tokens": request.max_tokens,
         "temperature": 0,

@@ -57,6 +57,39 @@ def summarise(outcomes: Sequence[Outcome], replicas: int) -> Summary:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What the gateway had predicted to be reused against what the engines say, in prompt tokens.
+
+    `over_tokens` were predicted and not reused, `under_tokens` reused and not predicted; `exact` is
+    the share of requests with neither.
+    """
+
+    prompt_tokens: int
+    predicted_tokens: int
+    cached_tokens: int
+    over_tokens: int
+    under_tokens: int
+    exact: float
+
+
+def reuse(outcomes: Sequence[Outcome]) -> Reuse:
+    """Over whole answers for which the gateway had a prediction."""
+    told = [
+        (one.matched_tokens, one.cached_tokens, one.prompt_tokens)
+        for one in outcomes
+        if one.error is None and one.matched_tokens is not None
+    ]
+    return Reuse(
+        prompt_tokens=sum(prompt for _, _, prompt in told),
+        predicted_tokens=sum(matched for matched, _, _ in told),
+        cached_tokens=sum(cached for _, cached, _ in told),
+        over_tokens=sum(max(0, matched - cached) for matched, cached, _ in told),
+        under_tokens=sum(max(0, cached - matched) for matched, cached, _ in told),
+        exact=_ratio(sum(matched == cached for matched, cached, _ in told), len(told)),
+    )
+
+
 def quantile(values: Iterable[float], q: float) -> float:
     """The smallest value with at least a share `q` of all values at or below it; NaN for none."""
     ordered = sorted(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,12 +18,27 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+class EngineKind(StrEnum):
+    """What the replicas are."""
+
+    SIMULATED = "simulated"
+    VLLM = "vllm"
+
+
 def demo(
+    engine: Annotated[
+        EngineKind, typer.Option(help="vllm: real replicas, as scripts/install-engine installs.")
+    ] = EngineKind.SIMULATED,
     seed: Annotated[int, typer.Option(help="Same seed, same traffic.")] = 1,
-    replicas: Annotated[int, typer.Option(min=1, max=64, help="Simulated vLLM replicas.")] = 4,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Replicas.  [default: 4; real ones: 2]")
+    ] = None,
     duration: Annotated[
-        float, typer.Option(min=1.0, help="Seconds of traffic per policy, about.")
-    ] = 18.0,
+        float | None,
+        typer.Option(
+            min=1.0, help="Seconds of traffic per policy, about.  [default: 18; real ones: 24]"
+        ),
+    ] = None,
     policies: Annotated[
         str, typer.Option(help="Policies to compare, separated by commas.")
     ] = "round_robin,least_load,cost",
@@ -46,17 +62,28 @@ def demo(
     and the gateway with its own private Valkey; sends the same open-loop multi-turn chats under
     each policy, and compares with an oracle that knows every cache and queue. Takes about 80
     seconds. Ctrl-C, or even kill -9, leaves no process and no file behind.
+
+    With --engine vllm the replicas are real ones on this machine's cores, the traffic is small, and
+    what is reused is what the engines say. Takes three to five minutes, without an oracle.
     """
     from asyncio import CancelledError
 
-    from loadgen.demo.settings import DemoSettings, parse_policies
+    from loadgen.demo.settings import parse_policies
     from loadgen.errors import LoadgenError
 
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"{json.parent} is not a folder", param_hint="--json")
+    if trace is not None and engine is EngineKind.VLLM:
+        raise typer.BadParameter("is for simulated replicas", param_hint="--trace")
     try:
-        settings = DemoSettings(seed, replicas, duration, parse_policies(policies), trace, requests)
-        failed = _run(settings, json, keep)
+        names = parse_policies(policies)
+        if engine is EngineKind.VLLM:
+            failed = _run_real(seed, replicas or 2, duration or 24.0, names, json, keep)
+        else:
+            from loadgen.demo.settings import DemoSettings
+
+            sizes = (replicas or 4, duration or 18.0)
+            failed = _run(DemoSettings(seed, *sizes, names, trace, requests), json, keep)
     except (KeyboardInterrupt, CancelledError):
         raise typer.Exit(INTERRUPTED) from None
     except LoadgenError as error:
@@ -64,6 +91,20 @@ def demo(
         raise typer.Exit(1) from None
     if failed:
         raise typer.Exit(1)
+
+
+def _run_real(
+    seed: int,
+    replicas: int,
+    duration: float,
+    policies: tuple[str, ...],
+    json: Path | None,
+    keep: bool,
+) -> bool:
+    from loadgen.demo.real import RealSettings
+    from loadgen.demo.real_command import run_real
+
+    return run_real(RealSettings(seed, replicas, duration, policies), json, keep)
 
 
 def _run(settings: DemoSettings, json: Path | None, keep: bool) -> bool:
@@ -89,14 +130,15 @@ async def _measure(
 
     from loadgen.demo.experiment import measure
     from loadgen.demo.progress import ProgressView
+    from loadgen.demo.settings import MODEL_NAME
 
-    _end_on_sigterm()
+    end_on_sigterm()
     with ProgressView(console) as view:
 
         async def stay(measured: dict[str, Measured], fleet: Fleet) -> None:
             view.close()
             _report(prepared, measured, console, json)
-            _invite(console, fleet)
+            invite(console, fleet, MODEL_NAME)
             # Ctrl-C is how this is meant to end.
             with suppress(asyncio.CancelledError):
                 await fleet.died()
@@ -124,10 +166,9 @@ def _report(
         json.write_bytes(text + b"\n")
 
 
-def _invite(console: Console, fleet: Fleet) -> None:
-    from loadgen.demo.settings import MODEL_NAME
-
-    body = f'{{"model": "{MODEL_NAME}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+def invite(console: Console, fleet: Fleet, model: str) -> None:
+    """Says how to ask what is still serving."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     console.print("\nServing until Ctrl-C. Replicas: " + ", ".join(fleet.replica_urls))
     console.print("Try, in another terminal:\n", highlight=False)
     console.print(
@@ -138,7 +179,7 @@ def _invite(console: Console, fleet: Fleet) -> None:
     )
 
 
-def _end_on_sigterm() -> None:
+def end_on_sigterm() -> None:
     """SIGTERM ends the run in the same order as Ctrl-C: processes first, then this one.
 
     Not by way of SIGINT, which a shell's background job ignores.

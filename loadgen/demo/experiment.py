@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from loadgen.client import Client
+from loadgen.client import Client, Deadlines
 from loadgen.demo.fleet import Fleet, running_fleet
 from loadgen.demo.oracle import oracle
 from loadgen.demo.plan import Plan, plan
@@ -25,7 +26,7 @@ from loadgen.errors import FleetError
 from loadgen.outcome import Outcome
 from loadgen.replica.model import EngineModel
 from loadgen.run import Run, run_workload
-from loadgen.stats import Summary, summarise
+from loadgen.stats import Reuse, Summary, reuse, summarise
 from loadgen.tokenizer import default_folder
 from loadgen.workload import Chat, Workload, mooncake, multiturn, read_trace
 
@@ -64,6 +65,25 @@ class Measured:
     duration_s: float
     lag_p99_s: float
     valid: bool
+    reuse: Reuse
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is sent under each policy, and for how long at most. `fields` go into every body."""
+
+    workload: Workload
+    policies: tuple[str, ...]
+    replicas: int
+    model: str
+    deadline_s: float
+    deadlines: Deadlines | None = None
+    fields: Mapping[str, Any] | None = None
+
+
+Stage = Callable[[str], AbstractAsyncContextManager[Fleet]]
+"""A fleet with empty caches and a gateway before it that runs the named policy."""
+Keep = Callable[[dict[str, "Measured"], Fleet], Awaitable[None]]
 
 
 def prepare(settings: DemoSettings) -> Prepared:
@@ -90,56 +110,76 @@ def make_workload(settings: DemoSettings, tokenizer_folder: Path) -> Workload:
 
 
 async def measure(
-    prepared: Prepared,
-    watcher: Watcher,
-    keep: Callable[[dict[str, Measured], Fleet], Awaitable[None]] | None = None,
+    prepared: Prepared, watcher: Watcher, keep: Keep | None = None
+) -> dict[str, Measured]:
+    """`run_policies` on simulated replicas, which are started afresh for each policy."""
+    settings = prepared.settings
+
+    def stage(policy: str) -> AbstractAsyncContextManager[Fleet]:
+        return running_fleet(
+            prepared.model,
+            replicas=settings.replicas,
+            policy=policy,
+            model_name=MODEL_NAME,
+            tokenizer=prepared.tokenizer,
+        )
+
+    traffic = Traffic(
+        prepared.workload,
+        settings.policies,
+        settings.replicas,
+        MODEL_NAME,
+        settings.deadline_s,
+    )
+    return await run_policies(traffic, stage, watcher, keep)
+
+
+async def run_policies(
+    traffic: Traffic, stage: Stage, watcher: Watcher, keep: Keep | None = None
 ) -> dict[str, Measured]:
     """One row per policy, in order. `keep` is awaited while the last policy's fleet still serves.
 
     Raises FleetError when a process does not start or dies.
     """
     rows: dict[str, Measured] = {}
-    settings = prepared.settings
-    for policy in settings.policies:
+    for policy in traffic.policies:
         watcher.starting(policy)
-        async with running_fleet(
-            prepared.model,
-            replicas=settings.replicas,
-            policy=policy,
-            model_name=MODEL_NAME,
-            tokenizer=prepared.tokenizer,
-        ) as fleet:
-            watcher.sending(policy, prepared.workload.requests)
-            run = await _traffic(fleet, prepared, watcher)
-            row = summarise(run.outcomes, settings.replicas)
-            rows[policy] = Measured(row, run.duration_s, run.lag_p99_s, run.valid)
+        async with stage(policy) as fleet:
+            watcher.sending(policy, traffic.workload.requests)
+            run = await _send(fleet, traffic, watcher)
+            row = summarise(run.outcomes, traffic.replicas)
+            rows[policy] = Measured(
+                row, run.duration_s, run.lag_p99_s, run.valid, reuse(run.outcomes)
+            )
             watcher.finished(policy, row)
-            if keep is not None and policy == settings.policies[-1]:
+            if keep is not None and policy == traffic.policies[-1]:
                 await keep(rows, fleet)
     return rows
 
 
-async def _traffic(fleet: Fleet, prepared: Prepared, watcher: Watcher) -> Run:
-    async with Client(fleet.url, MODEL_NAME) as client:
+async def _send(fleet: Fleet, traffic: Traffic, watcher: Watcher) -> Run:
+    async with Client(
+        fleet.url, traffic.model, deadlines=traffic.deadlines, fields=traffic.fields
+    ) as client:
         await _warm_up(client, fleet)
-        traffic = asyncio.create_task(
+        sending = asyncio.create_task(
             run_workload(
-                prepared.workload,
+                traffic.workload,
                 client,
-                deadline_s=prepared.settings.deadline_s,
+                deadline_s=traffic.deadline_s,
                 on_outcome=watcher.answered,
             )
         )
         death = asyncio.create_task(fleet.died())
         try:
-            await asyncio.wait((traffic, death), return_when=asyncio.FIRST_COMPLETED)
-            if not traffic.done():
+            await asyncio.wait((sending, death), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
                 await death
-            return await traffic
+            return await sending
         finally:
-            traffic.cancel()
+            sending.cancel()
             death.cancel()
-            await asyncio.gather(traffic, death, return_exceptions=True)
+            await asyncio.gather(sending, death, return_exceptions=True)
 
 
 async def _warm_up(client: Client, fleet: Fleet) -> None:

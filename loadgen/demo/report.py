@@ -80,7 +80,7 @@ def sentence(prepared: Prepared, measured: Mapping[str, Measured]) -> str:
     """What was gained, in numbers; names what failed where something did."""
     failed = {name: one.row.errors for name, one in measured.items() if one.row.errors}
     if failed:
-        return "Requests failed, so nothing is compared: " + _listed(failed)
+        return "Requests failed, so nothing is compared: " + listed_errors(failed)
     if not {BASELINE, CHOICE} <= measured.keys():
         return f"Run {BASELINE} and {CHOICE} together to see what is gained."
     before, after = measured[BASELINE].row, measured[CHOICE].row
@@ -103,7 +103,8 @@ def sentence(prepared: Prepared, measured: Mapping[str, Measured]) -> str:
     return text
 
 
-def _listed(errors: Mapping[str, int]) -> str:
+def listed_errors(errors: Mapping[str, int]) -> str:
+    """Failed requests by policy."""
     return ", ".join(f"{count} under {policy}" for policy, count in errors.items()) + "."
 
 
@@ -121,12 +122,13 @@ def warning(measured: Mapping[str, Measured]) -> str | None:
 
 def as_json(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, Any]:
     """The result as plain values; a number that does not exist is None."""
-    policies = {policy: _row_json(row) for policy, row in _rows(prepared, measured).items()}
+    policies = {policy: row_json(row) for policy, row in _rows(prepared, measured).items()}
     for policy, one in measured.items():
         policies[policy] |= {
             "duration_s": one.duration_s,
             "lag_p99_s": one.lag_p99_s,
             "valid": one.valid,
+            "reuse": asdict(one.reuse),
         }
     won = None
     if {BASELINE, CHOICE} <= measured.keys():
@@ -149,7 +151,8 @@ def as_json(prepared: Prepared, measured: Mapping[str, Measured]) -> dict[str, A
     }
 
 
-def _row_json(row: Summary) -> dict[str, Any]:
+def row_json(row: Summary) -> dict[str, Any]:
+    """A row as plain values; NaN becomes None."""
     return {
         name: None if isinstance(value, float) and not isfinite(value) else value
         for name, value in asdict(row).items()

@@ -33,18 +33,24 @@ class FleetOptions:
 
 
 class EngineFleet:
-    """Started and ended together. A context manager: leaving it ends every process."""
+    """Started and ended together. A context manager: leaving it ends every process.
 
-    def __init__(self, engine: Engine, folder: Path, options: FleetOptions) -> None:
-        self.model_folder = engine.model
-        self.pool = Pool(engine, folder, options.pool) if options.pool else None
+    `folder` is for logs; a `temporary` one is removed with the fleet.
+    """
+
+    def __init__(
+        self, engine: Engine, folder: Path, options: FleetOptions, *, temporary: bool = False
+    ) -> None:
+        self.engine = engine
+        remove = folder if temporary else None
+        self.pool = Pool(engine, folder, options.pool, remove) if options.pool else None
         common = options.replica
         if self.pool is not None:
             engine = replace(engine, python=engine.with_lmcache())
             more = {**common.more, "kv-transfer-config": self.pool.connector()}
             common = replace(common, more=more)
         self.replicas = [
-            Replica(engine, folder, replace(common, core=core), f"replica-{index}")
+            Replica(engine, folder, replace(common, core=core), f"replica-{index}", remove)
             for index, core in enumerate(islice(cycle(cores()), options.replicas))
         ]
 
@@ -103,7 +109,7 @@ class EngineFleet:
         """What a user needs to use it, as plain values."""
         return {
             "model": MODEL,
-            "tokenizer": str(self.model_folder),
+            "tokenizer": str(self.engine.model),
             "replicas": [_describe_replica(replica) for replica in self.replicas],
             "pool": _describe_pool(self.pool) if self.pool else None,
         }

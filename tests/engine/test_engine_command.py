@@ -32,13 +32,15 @@ class Script:
     """scripts/engine over one engine's folder."""
 
     folder: Path
+    temp: Path
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, str(SCRIPT), *arguments]
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "KVROUTE_ENGINE_DIR": str(self.folder)}
+        where = {"KVROUTE_ENGINE_DIR": str(self.folder), "TMPDIR": str(self.temp)}
+        return {**os.environ, **where}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -56,9 +58,9 @@ class Script:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[Script]:
+def script(tmp_path: Path, short_temp: Path) -> Iterator[Script]:
     put_engine(tmp_path)
-    made = Script(tmp_path)
+    made = Script(tmp_path, short_temp)
     yield made
     assert made.run("down").returncode == 0
 
@@ -183,10 +185,10 @@ def test_a_fleet_does_not_live_for_ever(script: Script) -> None:
 
 @pytest.mark.parametrize("signum", [9, 2])
 def test_a_fleet_that_is_still_starting_ends_with_the_one_who_waits(
-    tmp_path: Path, signum: int
+    tmp_path: Path, short_temp: Path, signum: int
 ) -> None:
     put_engine(tmp_path, delay_s=600)
-    script = Script(tmp_path)
+    script = Script(tmp_path, short_temp)
     state = tmp_path / "run" / "state.json"
     with subprocess.Popen(script.command("up"), env=script.environment) as waiting:
         until_s = time.monotonic() + DEADLINE_S
@@ -203,17 +205,20 @@ def test_a_fleet_that_is_still_starting_ends_with_the_one_who_waits(
         family.assert_gone()
 
 
-def test_a_replica_that_does_not_start_is_a_failure_with_its_last_words(tmp_path: Path) -> None:
+def test_a_replica_that_does_not_start_is_a_failure_with_its_last_words(
+    tmp_path: Path, short_temp: Path
+) -> None:
     put_engine(tmp_path, fails=True)
-    done = Script(tmp_path).run("up")
+    script = Script(tmp_path, short_temp)
+    done = script.run("up")
     assert done.returncode == 1
     assert "replica-0 ended while starting" in done.stderr
     assert "last words of a replica" in done.stderr
-    assert Script(tmp_path).run("status").returncode == 3
+    assert script.run("status").returncode == 3
 
 
-def test_a_missing_engine_is_named_with_the_remedy(tmp_path: Path) -> None:
-    done = Script(tmp_path).run("up")
+def test_a_missing_engine_is_named_with_the_remedy(tmp_path: Path, short_temp: Path) -> None:
+    done = Script(tmp_path, short_temp).run("up")
     assert done.returncode == 1
     assert "run scripts/install-engine" in done.stderr
 
@@ -239,3 +244,19 @@ def test_two_fleets_live_side_by_side(script: Script, tmp_path: Path) -> None:
     assert first["pid"] != second["pid"]
     assert script.run("down", "--state", other).returncode == 0
     assert script.run("status").returncode == 0
+
+
+def test_temporary_files_have_short_names_wherever_the_usual_place_is(
+    script: Script, tmp_path: Path
+) -> None:
+    """vLLM puts sockets there, and a socket's name has room for 107 bytes."""
+    deep = tmp_path / "a folder for temporary files with a long name"
+    deep.mkdir()
+    made = Script(script.folder, deep)
+    about = made.up()
+    environments = [
+        Path(f"/proc/{pid}/environ").read_text() for pid in descendants(about["pid"])[2:]
+    ]
+    scratches = {e.split("TMPDIR=")[1].split("\0")[0] for e in environments}
+    assert max(map(len, scratches)) < 64
+    assert not list(deep.iterdir())

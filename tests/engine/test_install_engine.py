@@ -210,8 +210,7 @@ def test_a_part_that_cannot_be_had_is_a_clear_failure(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_another_lock_is_not_used(tmp_path: Path) -> None:
-    note = {"python": "venv/bin/python", "model": "model", "lock_sha256": "0" * 64}
-    (tmp_path / "engine.json").write_text(json.dumps(note))
+    put_engine(tmp_path, lock_sha256="0" * 64)
     with pytest.raises(EngineMissing, match="another lock"):
         find_engine(tmp_path)
 

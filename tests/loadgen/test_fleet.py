@@ -3,8 +3,10 @@ import sys
 
 import pytest
 
+from loadgen.demo import child as child_module
 from loadgen.demo import fleet
-from loadgen.demo.fleet import Child, Fleet
+from loadgen.demo.child import Child
+from loadgen.demo.fleet import Fleet
 from loadgen.errors import ProcessDied, StartError
 
 
@@ -21,7 +23,7 @@ async def test_a_child_says_where_it_serves_and_is_ended():
 
 
 async def test_a_child_without_a_word_is_a_start_error(monkeypatch):
-    monkeypatch.setattr(fleet, "START_DEADLINE_S", 0.2)
+    monkeypatch.setattr(child_module, "START_DEADLINE_S", 0.2)
     child = await start("import time; time.sleep(60)")
     with pytest.raises(StartError, match="the child was not up"):
         await child.announcement()

@@ -10,7 +10,7 @@ from rich.console import Console
 from loadgen.demo import report
 from loadgen.demo.experiment import Measured, Prepared, prepare
 from loadgen.demo.settings import DemoSettings
-from loadgen.stats import Summary
+from loadgen.stats import Reuse, Summary
 
 ROW = Summary(
     ttft_mean_s=0.4,
@@ -26,6 +26,7 @@ ROW = Summary(
     prompt_tokens=1000,
     completion_tokens=100,
 )
+REUSE = Reuse(1000, 540, 540, 0, 0, 1.0)
 
 
 @cache
@@ -35,7 +36,7 @@ def prepared() -> Prepared:
 
 
 def measured(**rows: Summary) -> dict[str, Measured]:
-    return {name: Measured(row, 20.0, 0.01, True) for name, row in rows.items()}
+    return {name: Measured(row, 20.0, 0.01, True, REUSE) for name, row in rows.items()}
 
 
 BOTH = measured(round_robin=ROW, cost=replace(ROW, ttft_mean_s=0.13, cached_fraction=0.85))
@@ -91,7 +92,7 @@ def test_gap_recovered_is_not_clipped_and_needs_a_gap(choice_s, bound_s, won):
 
 def test_a_late_client_is_called_out():
     assert report.warning(BOTH) is None
-    late = BOTH | {"cost": Measured(ROW, 20.0, 0.4, False)}
+    late = BOTH | {"cost": Measured(ROW, 20.0, 0.4, False, REUSE)}
     assert "cost (400 ms)" in report.warning(late)
     assert report.as_json(prepared(), late)["valid"] is False
 
