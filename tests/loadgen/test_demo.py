@@ -147,4 +147,4 @@ def test_what_cannot_run_is_said_in_one_line(tmp_path):
 def test_a_policy_the_gateway_does_not_know_ends_the_demo_with_its_message():
     bad = run("--duration", "1", "--policies", "psychic")
     assert bad.returncode == 1
-    assert "kvroute serve ended" in bad.stderr and "policy" in bad.stderr
+    assert "no policy 'psychic'" in bad.stderr and "round_robin" in bad.stderr
