@@ -19,6 +19,7 @@ import zmq
 
 from cache_index.draining import Pump, RawSocket
 from cache_index.errors import IndexUnavailable
+from cache_index.flights import Flights
 from cache_index.listening import Listening
 from cache_index.redis_index import ApplyCall, RedisIndex
 from cache_index.runner import SourceRunner
@@ -51,8 +52,10 @@ class Indexer:
         trust_lease_s: float,
         writer_lease_s: float = 5.0,
         listen: str | None = None,
+        flights: Flights | None = None,
     ) -> None:
         self._redis = redis
+        self._flights = flights or Flights()
         self._lease_ttl_ms = round(writer_lease_s * 1000)
         self._lease_round_s = writer_lease_s / _LEASE_ROUNDS
         self._base_unit_tokens = base_unit_tokens
@@ -93,6 +96,7 @@ class Indexer:
                     seen_wake=self._lease_wake,
                     base_unit_tokens=self._base_unit_tokens,
                     lease_s=self._trust_lease_s,
+                    flights=self._flights,
                 )
         self._listening.set_sources(self._runners.values())
         self._lease_wake.set()

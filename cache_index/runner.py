@@ -10,6 +10,7 @@ import zmq
 
 from cache_index.dialed import DialedSource
 from cache_index.draining import Pump, RawSocket
+from cache_index.flights import Flights
 from cache_index.ledger import Operation
 from cache_index.source import SourceState
 from cache_index.subscriber import Subscriber
@@ -36,8 +37,10 @@ class SourceRunner:
         seen_wake: asyncio.Event,
         base_unit_tokens: int,
         lease_s: float,
+        flights: Flights,
     ) -> None:
         self.spec = spec
+        self._flights = flights
         self.state = SourceState(
             spec.model,
             base_unit_tokens=base_unit_tokens,
@@ -75,6 +78,9 @@ class SourceRunner:
         if operations:
             self.writer.add(operations)
             self._wake.set()
+            flights = self._flights.of(self.spec.key)
+            if flights is not None:
+                flights.take(operations, self.state.ledger.unit)
 
     async def close(self) -> None:
         """Ends everything that feeds it."""

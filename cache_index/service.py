@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from cache_index.embedded import EmbeddedServer
 from cache_index.errors import EmbeddedServerError
+from cache_index.flights import Flights
 from cache_index.indexer import Indexer
 from cache_index.metrics import IndexCollector
 from cache_index.mirror import Mirror
@@ -37,8 +38,8 @@ class CacheIndex:
     under-reports. A copy older than `mirror_max_lag_s` answers nothing. Gateways that share a
     Redis share an index if `namespace` and `base_unit_tokens` are the same; a gateway that dies is
     replaced as writer after `writer_lease_s`. `listen` is an address to bind for publishers that
-    dial, whether any is declared or not. Nothing here raises because Redis or a publisher is
-    gone.
+    dial, whether any is declared or not. In `flights` the caller puts the prompts it has sent to
+    ranks, and is told how far they are. Nothing here raises because Redis or a publisher is gone.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CacheIndex:
         self._writer_lease_s = writer_lease_s
         self._namespace = namespace
         self._listen = listen
+        self.flights = Flights()
         self._matches: Counter[str] = Counter()
         self._embedded: EmbeddedServer | None = None
         self._redis: RedisIndex | None = None
@@ -95,6 +97,7 @@ class CacheIndex:
             trust_lease_s=self._trust_lease_s,
             writer_lease_s=self._writer_lease_s,
             listen=self._listen,
+            flights=self.flights,
         )
         self._indexer.set_sources(self._specs)
         self._collector = IndexCollector(

@@ -25,6 +25,7 @@ from router.drops import Drops
 from router.errors import NoReplica, UpstreamUnavailable
 from router.forward import Forwarder
 from router.load import FleetLoad
+from router.meter import PrefillMeter
 from router.metrics import Metrics
 from router.placement import Placement, Placer
 from router.planning import Plan, Planner
@@ -50,7 +51,9 @@ class Dispatcher:
         load: FleetLoad,
         forwarder: Forwarder,
         metrics: Metrics,
+        meter: PrefillMeter,
     ) -> None:
+        self._meter = meter
         self._settings = settings
         self._planner = planner
         self._placer = placer
@@ -81,6 +84,7 @@ class Dispatcher:
             rank_load = self._load.rank(replica.name, placement.rank)
             with rank_load.take(placement.uncached_tokens, plan.streaming) as ticket:
                 try:
+                    self._meter.begin(plan, placement, ticket)
                     head = await self._open(call, plan, placement)
                     if not self._try_elsewhere(plan, head, replicas):
                         await self._forwarder.forward(call, plan, head, ticket)
@@ -96,6 +100,7 @@ class Dispatcher:
                         if not await self._drops.again(plan, replica, cuts):
                             raise self._drops.error(call, cuts, last) from error
                 finally:
+                    self._meter.end(ticket)
                     if cuts:
                         self._drops.ended(call)
                     if call.exchange is not None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from cache_index.flights import Flights
 from cache_index.service import CacheIndex
 from cache_index.types import ListenerStatus, SourceSpec, SourceStatus
 from router.catalogue import Catalogue
@@ -26,6 +27,7 @@ from router.health import Prober
 from router.identify import Identifier, load_tokenizers
 from router.lists import ObjectLists
 from router.load import FleetLoad
+from router.meter import PrefillMeter
 from router.metrics import FleetCollector, Metrics
 from router.outliers import OutlierRules
 from router.owners import Owners
@@ -56,6 +58,11 @@ class Index(PrefixIndex, Protocol):
 
     async def close(self) -> None:
         """End everything that was started."""
+        ...
+
+    @property
+    def flights(self) -> Flights:
+        """Where prompts in flight are made known."""
         ...
 
     def set_sources(self, specs: Collection[SourceSpec]) -> None:
@@ -149,7 +156,8 @@ class Gateway:
         catalogue = Catalogue(fleet, settings.model_aliases)
         planner = Planner(settings, fleet, catalogue, placer, identifier, owners)
         forwarder = Forwarder(settings, metrics, owners)
-        dispatcher = Dispatcher(settings, planner, placer, load, forwarder, metrics)
+        meter = PrefillMeter(index.flights, settings.base_unit_tokens)
+        dispatcher = Dispatcher(settings, planner, placer, load, forwarder, metrics, meter)
         receipts = Receipts(settings.receipts)
         relay = Relay(settings, planner, dispatcher, metrics, receipts)
         clients = Clients(settings, registry)

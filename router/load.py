@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from types import TracebackType
 
+from cache_index.flights import Flight
 from router.prefill import PrefillCost, PrefillModel
 
 PRIOR_FIXED_S = 0.005
@@ -53,14 +54,26 @@ class Inflight:
 class Ticket:
     """One request's share of a rank's load; a context manager."""
 
-    __slots__ = ("_load", "generation", "placed_at_s", "streaming", "uncached_tokens")
+    __slots__ = (
+        "_load",
+        "computed_tokens",
+        "flight",
+        "generation",
+        "placed_at_s",
+        "remaining_tokens",
+        "streaming",
+        "uncached_tokens",
+    )
 
     def __init__(self, load: RankLoad, uncached_tokens: int, streaming: bool) -> None:
         self._load = load
         self.generation = 0
         self.uncached_tokens = uncached_tokens
+        self.computed_tokens = uncached_tokens
+        self.remaining_tokens = uncached_tokens
         self.streaming = streaming
         self.placed_at_s = 0.0
+        self.flight: Flight | None = None
 
     def __enter__(self) -> Ticket:
         self._load._enter(self)
@@ -78,6 +91,14 @@ class Ticket:
         """The engine has finished this prompt's prefill. Further calls do nothing."""
         self._load._prefilled(self)
 
+    def computed(self, computed_tokens: int, remaining_tokens: int) -> None:
+        """The engine's events: it computes so many tokens of this prompt, and so many remain.
+
+        Further calls, once the prefill is over, do nothing.
+        """
+        self.computed_tokens = max(1, computed_tokens)
+        self._load._computed(self, remaining_tokens)
+
 
 class RankLoad:
     """Load of one (replica, rank), and its learned prefill cost.
@@ -85,7 +106,8 @@ class RankLoad:
     Prefill is modelled as one queue in order of placement, which is what a vLLM scheduler with
     chunked prefill does to first approximation: `done_at_s` is when it would run empty.
     The fixed part of a prefill is not queued for: an engine computes what waits in shared steps.
-    `queued_tokens` are the uncached prompt tokens placed here whose first token has not been seen.
+    `queued_tokens` are the uncached prompt tokens placed here that nothing has shown to be computed
+    yet: neither the prompt's first token nor the blocks that its engine has stored.
     """
 
     def __init__(
@@ -154,9 +176,26 @@ class RankLoad:
         for other in [other for other in earlier if not other.streaming]:
             self._forget(other)
 
+    def _computed(self, ticket: Ticket, remaining_tokens: int) -> None:
+        if ticket not in self._pending:
+            return
+        if remaining_tokens <= 0 and not ticket.streaming:
+            now = self._clock()
+            self._learn(ticket, now)
+            self._last_first_token_s = now
+            self._forget(ticket)
+        else:
+            # A streamed answer's first token tells the end best.
+            remaining = max(1, remaining_tokens)
+            self.queued_tokens -= ticket.remaining_tokens - remaining
+            ticket.remaining_tokens = remaining
+        self._reschedule(self._clock())
+
     def _forget(self, ticket: Ticket) -> None:
         del self._pending[ticket]
-        self.queued_tokens -= ticket.uncached_tokens
+        self.queued_tokens -= ticket.remaining_tokens
+        if ticket.flight is not None:
+            ticket.flight.waiting = False
 
     def _reschedule(self, now: float) -> None:
         """The queue as it is now known: exactly the pending tokens remain."""
@@ -165,8 +204,8 @@ class RankLoad:
     def _learn(self, ticket: Ticket, now: float) -> None:
         served_s = now - max(ticket.placed_at_s, self._last_first_token_s)
         if served_s > 0:
-            self._model.learn(ticket.uncached_tokens, served_s)
-            self._fleet_model.learn(ticket.uncached_tokens, served_s)
+            self._model.learn(ticket.computed_tokens, served_s)
+            self._fleet_model.learn(ticket.computed_tokens, served_s)
 
 
 class FleetLoad:

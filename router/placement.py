@@ -50,9 +50,10 @@ RootMatch = tuple[str, str, int, Mapping[Holder, int]]
 """Base model, adapter, the root's digest, and what the index said: units by holder of any tier."""
 Trusts = Mapping[tuple[str, int], str]
 """How far the source of each (replica, rank) is trusted."""
-Match = tuple[Mapping[tuple[str, int], int], Sequence[RootMatch], Trusts]
-"""Tokens credited by (replica, rank), what that was read from, and the trust it was read with."""
-NO_MATCH: Match = ({}, (), {})
+Match = tuple[Mapping[tuple[str, int], int], Sequence[RootMatch], Trusts, Sequence[bytes]]
+"""Tokens credited by (replica, rank), what that was read from and with which trust, and the packed
+chain of the prompt from each root."""
+NO_MATCH: Match = ({}, (), {}, ())
 
 
 class Placement(NamedTuple):
@@ -93,18 +94,20 @@ class Placer:
         cached whole is a hit of one block less.
         """
         if prompt.token_ids is None or prompt.tokens <= self._unit_tokens:
-            return {}, (), self._index.trusts()
+            return {}, (), self._index.trusts(), ()
         matched: dict[tuple[str, int], int] = {}
         roots: list[RootMatch] = []
+        chains: list[bytes] = []
         for base, adapter in {self._identity(replica, prompt.model) for replica in replicas}:
             root = _root(base, adapter, prompt.salt)
             hashes = chain_packed(root, prompt.token_ids[:-4], self._unit_tokens)
             held = self._index.match(root, hashes)
             roots.append((base, adapter, root, held))
+            chains.append(hashes)
             for holder, units in held.items():
                 if holder.tier == DEVICE_TIER:
                     matched[holder.replica, holder.rank] = units * self._unit_tokens
-        return matched, roots, self._index.trusts()
+        return matched, roots, self._index.trusts(), chains
 
     def place(
         self,

@@ -54,6 +54,7 @@ class Plan(NamedTuple):
     matched: Mapping[tuple[str, int], int]
     roots: Sequence[RootMatch]
     trust: Trusts
+    chains: Sequence[bytes]
     streaming: bool
     repeatable: bool
     only: str | None
@@ -167,6 +168,7 @@ class Planner:
             matched=matched[0],
             roots=matched[1],
             trust=matched[2],
+            chains=matched[3],
             streaming=streaming,
             repeatable=call.route.repeatable or call.method == "GET",
             only=only.replica if only else None,

@@ -15,6 +15,7 @@ import httpx
 import uvicorn
 
 from cache_index.blocks import unpack_hashes
+from cache_index.flights import Flights
 from cache_index.types import Holder, ListenerStatus, SourceSpec, SourceStatus
 from router.app import Gateway, create_app
 from router.config import Settings
@@ -184,6 +185,7 @@ class TaughtIndex:
     specs: list[SourceSpec] = field(default_factory=list)
     available: bool = True
     redis_url: str | None = None
+    flights: Flights = field(default_factory=Flights)
     asked: list[tuple[int, int]] = field(default_factory=list)
     statuses: list[SourceStatus] = field(default_factory=list)
     voided: list[tuple[str, str]] = field(default_factory=list)

@@ -1,0 +1,168 @@
+"""Prompts in flight: what this gateway has sent to a rank, told by the rank's own stored blocks.
+
+An engine announces what it has computed after every step, streaming or not. A stored chain that
+goes on where a prompt's computed part ended says how far the prompt is now. The work is bounded:
+runs of stored blocks of one batch are joined, short ones (decoding fills a block now and then) only
+count where they are just what comes next, and each is compared with the oldest prompts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from cache_index.blocks import HASH_BYTES
+from cache_index.operations import Operation, Store
+from cache_index.types import DEVICE, SourceKey
+
+__all__ = ["Flight", "Flights", "RankFlights"]
+
+# Of one rank; what is sent beyond is not followed.
+_MAX_FLIGHTS = 512
+# Prompts that a stored run is compared with.
+_MAX_COMPARED = 32
+_MIN_RUN_UNITS = 4
+# Times that a whole prompt is searched for the place of a run that begins elsewhere.
+_MAX_SEARCHES = 4
+
+
+class Flight:
+    """A prompt sent to a rank. `hashes` is its packed chain; both are references, not copies.
+
+    `stored` is called with the unit from which blocks were computed, the unit up to which they are,
+    and the rank's units per block, while `waiting` is true.
+    """
+
+    __slots__ = ("_searches", "done", "hashes", "key", "start", "stored", "waiting")
+
+    def __init__(
+        self, key: SourceKey, hashes: bytes, matched: int, stored: Callable[[int, int, int], None]
+    ) -> None:
+        self.key = key
+        self.hashes = hashes
+        self.done = matched
+        self.start = -1
+        self.stored = stored
+        self.waiting = True
+        self._searches = 0
+
+    def continues(self, run: bytes) -> bool:
+        """Whether a run is just what comes next, of a prompt that has been met before."""
+        at = self.done * HASH_BYTES
+        return self.start >= 0 and run[:HASH_BYTES] == self.hashes[at : at + HASH_BYTES]
+
+    def take(self, run: bytes, unit: int) -> None:
+        """A chain that was stored; nothing happens if it is not this prompt's."""
+        at, place = self._meets(run)
+        if at < 0:
+            return
+        shared = _common(run[at:], self.hashes[place * HASH_BYTES :])
+        first = self.start < 0
+        if first:
+            self.start = max(0, place - at // HASH_BYTES)
+        # What was predicted to be held may turn out to be computed: then less is done than that.
+        if first or place + shared > self.done:
+            self.done = place + shared
+            self.stored(self.start, self.done, unit)
+
+    def _meets(self, run: bytes) -> tuple[int, int]:
+        """Where in the run, and at which unit of the prompt, the two go on together."""
+        following = self.hashes[self.done * HASH_BYTES : (self.done + 1) * HASH_BYTES]
+        if following:
+            at = _find(run, following)
+            if at >= 0:
+                return at, self.done
+        if self._searches < _MAX_SEARCHES and self.start < 0:
+            # The engine had more, or less, than was predicted.
+            self._searches += 1
+            place = _find(self.hashes, run[:HASH_BYTES])
+            if place >= 0:
+                return 0, place // HASH_BYTES
+        return -1, 0
+
+
+class RankFlights:
+    """The prompts in flight at one rank, the oldest first."""
+
+    def __init__(self) -> None:
+        self._flights: dict[Flight, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def add(self, flight: Flight) -> None:
+        if len(self._flights) < _MAX_FLIGHTS:
+            self._flights[flight] = None
+
+    def remove(self, flight: Flight) -> None:
+        self._flights.pop(flight, None)
+
+    def take(self, operations: Iterable[Operation], unit: int) -> None:
+        """What the rank has stored now, as far as it is about prompts whose prefill goes on."""
+        waiting = list(islice((each for each in self._flights if each.waiting), _MAX_COMPARED))
+        if not waiting:
+            return
+        for run in _runs(operations):
+            short = len(run) < _MIN_RUN_UNITS * HASH_BYTES
+            for flight in waiting:
+                if flight.waiting and (not short or flight.continues(run)):
+                    flight.take(run, unit)
+
+
+class Flights:
+    """By rank; kept by the router, read where the ranks' events arrive."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[SourceKey, RankFlights] = {}
+
+    def of(self, key: SourceKey) -> RankFlights | None:
+        return self._ranks.get(key)
+
+    def begin(self, flight: Flight) -> None:
+        rank = self._ranks.get(flight.key)
+        if rank is None:
+            rank = self._ranks[flight.key] = RankFlights()
+        rank.add(flight)
+
+    def end(self, flight: Flight) -> None:
+        flight.waiting = False
+        rank = self._ranks.get(flight.key)
+        if rank is not None:
+            rank.remove(flight)
+            if not rank:
+                del self._ranks[flight.key]
+
+
+def _runs(operations: Iterable[Operation]) -> Iterator[bytes]:
+    """Chains of units stored on the device, joined where one goes on from another."""
+    units: list[bytes] = []
+    last = None
+    for operation in operations:
+        if not isinstance(operation, Store) or not operation.tier.startswith(DEVICE):
+            continue
+        if units and operation.blocks[0].parent is not last:
+            yield b"".join(units)
+            units = []
+        units.extend(block.units for block in operation.blocks)
+        last = operation.blocks[-1]
+    if units:
+        yield b"".join(units)
+
+
+def _find(packed: bytes, unit: bytes) -> int:
+    """Where a unit begins, in bytes; -1 if it is not there."""
+    at = packed.find(unit)
+    while at >= 0 and at % HASH_BYTES:
+        at = packed.find(unit, at + 1)
+    return at
+
+
+def _common(run: bytes, chain: bytes) -> int:
+    """Units that two chains share from their beginning."""
+    length = min(len(run), len(chain))
+    if run[:length] == chain[:length]:
+        return length // HASH_BYTES
+    at = 0
+    while run[at : at + HASH_BYTES] == chain[at : at + HASH_BYTES]:
+        at += HASH_BYTES
+    return at // HASH_BYTES
