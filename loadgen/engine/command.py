@@ -107,6 +107,12 @@ def up(options: argparse.Namespace) -> int:
         print(f"engine: {options.replicas} replicas share {len(cores())} cores", file=sys.stderr)
     with state.locked() as lock:
         if lock is not None:
+            pool = " and LMCache" if options.lmcache else ""
+            print(
+                f"engine: starting {options.replicas} of vLLM{pool}, a minute or two;"
+                f" logs in {state.logs}",
+                file=sys.stderr,
+            )
             return (start_here if options.foreground else start_detached)(request, lock)
     return tell_running(state, options)
 

@@ -212,7 +212,9 @@ def guard(supervisor: int, hold: int, scratch: str, memory: SharedMemoryWatch) -
 def main(scratch: str, remove: str, command: list[str]) -> int:
     """Run the command to its end; its exit status."""
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a terminal sends to all at once is for the parent, whose end is seen here anyway.
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
     adopt_orphans()
     scratch = scratch or tempfile.mkdtemp(prefix=SCRATCH_PREFIX)
     memory = SharedMemoryWatch()

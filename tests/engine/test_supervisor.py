@@ -87,16 +87,28 @@ def test_closing_or_ordering_ends_the_whole_family(order: bytes) -> None:
         assert supervisor.returncode == 128 + (signal.SIGKILL if order else signal.SIGTERM)
 
 
-def test_a_killed_parent_takes_the_family_with_it() -> None:
-    parent = f"""
-import subprocess
-middle = subprocess.Popen({supervised(python(FAMILY))!r}, stdin=subprocess.PIPE)
+PARENT = f"""
+import os, subprocess
+os.setsid()
+middle = subprocess.Popen({supervised(python(BOTH))!r}, stdin=subprocess.PIPE)
 middle.wait()
 """
-    with started(python(parent)) as (process, line):
-        grandchild = os.pidfd_open(int(line))
-        process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("signum", "all_of_them"),
+    [(signal.SIGKILL, False), (signal.SIGHUP, True), (signal.SIGQUIT, True)],
+)
+def test_an_ended_parent_takes_the_family_with_it(
+    signum: signal.Signals, all_of_them: bool
+) -> None:
+    """Killed alone, or with all that a terminal reaches when it closes."""
+    with started(python(PARENT)) as (process, line):
+        name, pid = line.split()
+        grandchild = os.pidfd_open(int(pid))
+        (os.killpg if all_of_them else os.kill)(process.pid, signum)
         assert_ends(grandchild)
+        assert_no_shared_memory(name)
 
 
 def below(pid: int) -> int:
