@@ -57,7 +57,8 @@ class Heard:
 
     `on_rank` is whose publisher said it (None: nobody), `said_rank` the rank in the message.
     `tokens` is the chain of stored blocks from its start. `late_s` is how long before its arrival
-    the message was stamped by the engine's clock: negative when that clock is ahead.
+    the message was stamped by the engine's clock: negative when that clock is ahead. `pool`: blocks
+    of the prompt were announced in a pool, `pool_unsalted`: without the salt.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class Heard:
     tokens: Ids = ()
     block_tokens: frozenset[int] = frozenset()
     salted: bool = False
+    pool: bool = False
     pool_unsalted: bool = False
     late_s: float = 0.0
 

@@ -23,12 +23,13 @@ def hear(
     first: tuple[Message, BlockStored] | None = None
     tokens: list[int] = []
     sizes: set[int] = set()
-    salted = pool_unsalted = False
+    salted = pool = pool_unsalted = False
     last: EngineHash | None = None
     for message, event in _stored(messages):
         ids = unpack(event.tokens)
         if not is_device(event.medium):
             if event.parent is None and _begins(known_ids, ids):
+                pool = True
                 pool_unsalted |= not tells(event, salt)
                 sizes.add(event.block_tokens)
         elif first is None:
@@ -50,6 +51,7 @@ def hear(
         tokens=tuple(tokens),
         block_tokens=frozenset(sizes),
         salted=salted,
+        pool=pool,
         pool_unsalted=pool_unsalted,
         late_s=message.at_s - message.batch.timestamp_s,
     )

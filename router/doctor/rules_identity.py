@@ -128,8 +128,23 @@ def _pool_unsalted(facts: ReplicaFacts) -> Finding:
     )
 
 
+def _pool_mode_unknown(facts: ReplicaFacts) -> Finding:
+    return Finding(
+        "pool_mode_unknown",
+        Severity.NOTE,
+        facts.name,
+        "it announces blocks in a pool, and does not tell by which connector (vLLM does in "
+        "developer mode only)",
+        "some connectors never tell that a block has left the pool: it would stay credited",
+        "see to it that its --kv-transfer-config has, for LMCache, kv_connector_extra_config "
+        '{"lmcache.mp.mp_transfer_mode":"lmcache_driven"}',
+    )
+
+
 def _pool(facts: ReplicaFacts) -> Iterator[Finding]:
     connector = facts.connector
+    if connector is None and any(each.pool for each in (facts.probe.heard if facts.probe else ())):
+        yield _pool_mode_unknown(facts)
     if connector is None or "LMCache" not in connector.name:
         return
     if connector.mode == "lmcache_driven":

@@ -184,6 +184,13 @@ CASES = [
         "pool_without_removals", DRIVEN, {"pool": Pool.STORES}, WARNING, with_it=("pool_unsalted",)
     ),
     Case(
+        "pool_mode_unknown",
+        DRIVEN,
+        {"pool": Pool.STORES, "dev_mode": False},
+        NOTE,
+        with_it=("pool_unsalted",),
+    ),
+    Case(
         "pool_unsalted",
         "do not count on the pool for salted requests",
         {"pool": Pool.LMCACHE_DRIVEN},
@@ -454,7 +461,7 @@ async def test_a_pool_whose_chunks_are_no_blocks() -> None:
     async with speaking() as (replica, speaker):
         speaker.pool_chunk_tokens = 64
         seen = await found(named(replica, speaker), tokenizer=None)
-    assert set(codes(seen)) == {"unit_mixed", "pool_unsalted"}
+    assert set(codes(seen)) == {"unit_mixed", "pool_unsalted", "pool_mode_unknown"}
     mixed = next(each for each in seen if each.code == "unit_mixed")
     assert "16, 64" in mixed.seen and "lmcache server --chunk-size" in mixed.mend
 
