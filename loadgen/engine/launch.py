@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
+from loadgen.engine.errors import ReplicaError
 from loadgen.engine.install import Engine
 
 BLOCK_TOKENS = 32
@@ -16,6 +21,8 @@ BLOCKS = 256
 CONTEXT_TOKENS = 4096
 MODEL = "smollm2"
 TOPIC = "kv-events"
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _PORT_TRIES = 15_000, 1000
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -60,13 +67,35 @@ class ReplicaPorts:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all held at once, so that they differ."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    """Ports that were free a moment ago; all held at once, so that they differ.
+
+    An engine binds some of them only when it has loaded, a minute later. So they are none of those
+    that the kernel gives to whoever connects or asks for any port.
+    """
+    candidates = _candidates()
+    with ExitStack() as held:
+        return [_hold_one(candidates, held) for _ in range(count)]
+
+
+def _hold_one(candidates: Iterator[int], held: ExitStack) -> int:
+    for port in candidates:
+        one = held.enter_context(socket.socket())
+        with suppress(OSError):
+            # On all addresses, because that is where events are published.
+            one.bind(("", port))
+            return int(one.getsockname()[1])
+    raise ReplicaError("no free ports")
+
+
+def _candidates() -> Iterator[int]:
+    """Ports to try, in an order of its own for each process; 0 where nothing else is left."""
     try:
-        return [held.getsockname()[1] for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()
+        given_from = int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        given_from = 0
+    ports = range(_FIRST_PORT, given_from)
+    yield from random.SystemRandom().sample(ports, min(len(ports), _PORT_TRIES))
+    yield from repeat(0, _PORT_TRIES)
 
 
 def cores() -> list[int]:
