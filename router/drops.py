@@ -3,8 +3,8 @@
 A replica that closes without a word may have died for reasons of its own, or of this very request.
 Two deaths in a row are bad luck that no client should see; a request that three replicas did not
 survive is stopped, whatever the reason, so that one that kills engines never takes more than
-`MAX_CUTS` of them. The client is told not to repeat it. A second replica that closed but still
-takes connections did not die: to go on from it costs the retry budget.
+`MAX_CUTS` of them. The client is told not to repeat it. A second replica that closed but
+whose health check is answered did not die: to go on from it costs the retry budget.
 
 What dies takes everybody with it who waits there, again and again those who happen to be sent where
 the one at fault is sent. So requests that were dropped twice are sent to replicas where no other
@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from router.breaker import Outcome
 from router.budget import RetryBudget
 from router.call import Call
-from router.errors import NoReplica, RequestDropped, UpstreamUnavailable
+from router.errors import NoReplica, RequestDropped, UpstreamError
 from router.planning import Plan
+from router.probe import ProbeFailed, ask
 from router.replicas import Replica
 from router.routes import Kind
 
 MAX_CUTS = 3
 """A request that so many replicas have dropped is not carried through the rest of the fleet."""
 SUSPECT_CUTS = 2
+LIVES_S = 1.0
 
 
 class Drops:
@@ -68,14 +69,13 @@ class Drops:
 
 
 async def _lives(replica: Replica) -> bool:
-    """Whether it still takes connections; what does not is down for everybody."""
+    """Whether its health check says so: one that is just ending may still take a connection."""
     if not replica.ready:
         return False
     try:
-        exchange = await replica.pool.acquire(fresh=True)
-    except UpstreamUnavailable as error:
+        return (await ask(replica, "/health", LIVES_S)).status == 200
+    except UpstreamError as error:
         replica.failed(str(error))
-        replica.report(Outcome.REFUSED)
-        return False
-    exchange.abort()
-    return True
+    except (TimeoutError, ProbeFailed):
+        pass
+    return False
