@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +20,8 @@ from loadgen.engine.supervisor import SCRATCH_PREFIX, supervised
 STOP_DEADLINE_S = 40.0
 TEMP_BYTES = 40
 _LOG_LINES = 30
+_CAUSE_LINES = 6
+_CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 _POLL_S = 0.25
 # No proxy: everything here is on this machine.
 _open = build_opener(ProxyHandler({})).open
@@ -140,7 +143,10 @@ class EngineProcess:
                 shutil.rmtree(self._scratch, ignore_errors=True)
 
     def log_tail(self) -> str:
-        """The last lines of what it has printed."""
+        """The last lines of what it has printed, and before them what looks like a cause."""
         if not self._log.exists():
             return ""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        lines = self._log.read_text(errors="replace").splitlines()
+        # vLLM's last words are of the process that waited for the one that failed.
+        causes = [line for line in lines[:-_LOG_LINES] if _CAUSE.search(line)]
+        return "\n".join([*causes[:_CAUSE_LINES], *lines[-_LOG_LINES:]])

@@ -39,6 +39,7 @@ options = dict(zip(sys.argv, sys.argv[1:]))
 worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE,
                           start_new_session=True)
 worker.stdout.readline()
+print("(EngineCore pid=1) ZMQError: the cause of it all", *range(40), sep="\\n")
 print("last words of a replica", flush=True)
 time.sleep({delay_s})
 port = int(options.get("--http-port") or options["--port"])

@@ -214,6 +214,7 @@ def test_a_replica_that_does_not_start_is_a_failure_with_its_last_words(
     assert done.returncode == 1
     assert "replica-0 ended while starting" in done.stderr
     assert "last words of a replica" in done.stderr
+    assert "ZMQError: the cause of it all" in done.stderr
     assert script.run("status").returncode == 3
 
 
