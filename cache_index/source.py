@@ -18,18 +18,15 @@ The rules, all on the side of under-reporting:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
+from cache_index.history import History
 from cache_index.identity import ModelIdentity
-from cache_index.ledger import Ledger, NewEpoch, Operation
+from cache_index.ledger import Operation
 from cache_index.replay import Delivery, Replay, Verdict
-from cache_index.standing import Standing
-from cache_index.types import Trust
 
 __all__ = ["Delivery", "SourceState"]
 
-# Digests of this many batches are kept, to tell a batch that arrives twice from another life.
-_RECENT_BATCHES = 4096
 # Live batches held back during a replay. What does not fit is fetched by the next replay.
 _MAX_PENDING = 1024
 # After so many replays without an answer the source goes on as if it had no replay endpoint.
@@ -39,20 +36,13 @@ _REPLAY_ATTEMPTS = 2
 _TORN_ATTEMPTS = 3
 
 
-class SourceState:
+class SourceState(History):
     """Sequence, life and trust of one publisher."""
 
     def __init__(
         self, model: ModelIdentity, *, base_unit_tokens: int, lease_s: float, replayable: bool
     ) -> None:
-        self.ledger = Ledger(model, base_unit_tokens)
-        self.standing = Standing(lease_s)
-        self.counts: Counter[str] = Counter()
-        self.last_seq = -1
-        self.batches = 0
-        self.life = 0
-        self.last_batch_at_s: float | None = None
-        self._last_digest = 0
+        super().__init__(model, base_unit_tokens=base_unit_tokens, lease_s=lease_s)
         self._replayable = replayable
         self._degraded = False
         self._failures = 0
@@ -61,7 +51,6 @@ class SourceState:
         self._replay_wanted = replayable
         self._void_after_replay = ""
         self._pending: deque[tuple[Delivery, float]] = deque(maxlen=_MAX_PENDING)
-        self._recent: dict[int, int] = {}
         self._connected = False
 
     @property
@@ -79,12 +68,6 @@ class SourceState:
         """There is no replay to ask."""
         return not self._replayable or self._degraded
 
-    def trust(self, now_s: float) -> tuple[Trust, str]:
-        """How far the source's entries count now, and why not further."""
-        if self.ledger.unusable:
-            return Trust.NONE, self.ledger.unusable
-        return self.standing.trust(now_s, orphaned=self.ledger.orphaned)
-
     # -- live deliveries
 
     def live(self, delivery: Delivery, now_s: float) -> list[Operation]:
@@ -99,7 +82,7 @@ class SourceState:
     def _live(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
         seq = delivery.seq
         if self.last_seq >= 0 and seq <= self.last_seq:
-            if self._recent.get(seq) == delivery.digest:
+            if self._known(delivery):
                 self.counts["duplicate"] += 1
                 return
             self.standing.fell(now_s)
@@ -294,47 +277,3 @@ class SourceState:
         reason, self._void_after_replay = self._void_after_replay, ""
         if reason:
             self._drop(reason, out)
-
-    # -- changes of state
-
-    def _apply(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
-        if self.last_seq < 0:
-            self.standing.complete = delivery.seq == 0
-        self.last_seq = delivery.seq
-        self._last_digest = delivery.digest
-        self._recent[delivery.seq] = delivery.digest
-        if len(self._recent) > _RECENT_BATCHES:
-            del self._recent[next(iter(self._recent))]
-        self.batches += 1
-        self.last_batch_at_s = now_s
-        batch = delivery.batch
-        if batch is None or batch.malformed:
-            # A removal may have been in it.
-            self._drop("a batch could not be read", out)
-            return
-        if self.ledger.apply(batch.events, out):
-            self.standing.whole()
-
-    def _begin_life(self, reason: str, out: list[Operation]) -> None:
-        self.counts["restart"] += 1
-        self._clear(reason, out)
-        self.ledger.forget_shape()
-        self._recent.clear()
-        self.last_seq = -1
-        self.standing.begin()
-
-    def _start_over(self, reason: str, out: list[Operation]) -> None:
-        if self.last_seq >= 0:
-            self._drop(reason, out)
-        self.standing.lose(reason)
-        self.last_seq = -1
-
-    def _drop(self, reason: str, out: list[Operation]) -> None:
-        self.counts["dropped"] += 1
-        self._clear(reason, out)
-        self.standing.lose(reason)
-
-    def _clear(self, reason: str, out: list[Operation]) -> None:
-        self.life += 1
-        self.ledger.clear()
-        out.append(NewEpoch(reason))
