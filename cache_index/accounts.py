@@ -214,12 +214,13 @@ class Accounts:
                     for engine_hash, block in account.blocks.items()
                     if block.device and block.units and account.joint(engine_hash)
                 ]
-                yield from runs(account.label, joint)
+                yield from runs(account.label, joint, old=True)
         only = self.only
         if only is not None:
             blocks = list(only.blocks.values())
             for tier in sorted({tier for block in blocks for tier in block.tiers}):
-                yield from runs(tier, [b for b in blocks if tier in b.tiers and b.units])
+                pooled = [b for b in blocks if tier in b.tiers and b.units]
+                yield from runs(tier, pooled, old=True)
 
 
 def _common(units: bytes, others: bytes) -> int:

@@ -8,11 +8,14 @@ count where they are just what comes next, and each is compared with the oldest 
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from cache_index.blocks import HASH_BYTES
 from cache_index.operations import Operation, Store
+from cache_index.proof import Scheme
 from cache_index.types import DEVICE, SourceKey
 
 __all__ = ["Flight", "Flights", "RankFlights"]
@@ -22,29 +25,60 @@ _MAX_FLIGHTS = 512
 # Prompts that a stored run is compared with.
 _MAX_COMPARED = 32
 _MIN_RUN_UNITS = 4
+# A rank's last stores of a prompt may arrive after its answer.
+_KEEP_ENDED_S = 5.0
+_MAX_ENDED = 16
 # Times that a whole prompt is searched for the place of a run that begins elsewhere.
 _MAX_SEARCHES = 4
 
 
 class Flight:
-    """A prompt sent to a rank. `hashes` is its packed chain; both are references, not copies.
+    """A prompt sent to a rank: its packed chain, and the tokens and the salt that it is made from
+    unless an adapter is in it too. All are references, not copies.
 
     `stored` is called with the unit from which blocks were computed, the unit up to which they are,
     and the rank's units per block, while `waiting` is true.
     """
 
-    __slots__ = ("_searches", "done", "hashes", "key", "start", "stored", "waiting")
+    __slots__ = (
+        "_names",
+        "_searches",
+        "done",
+        "hashes",
+        "key",
+        "salt",
+        "start",
+        "stored",
+        "tokens",
+        "waiting",
+    )
 
     def __init__(
-        self, key: SourceKey, hashes: bytes, matched: int, stored: Callable[[int, int, int], None]
+        self,
+        key: SourceKey,
+        hashes: bytes,
+        matched: int,
+        stored: Callable[[int, int, int], None],
+        tokens: bytes = b"",
+        salt: str = "",
     ) -> None:
         self.key = key
+        self.tokens = tokens
+        self.salt = salt
+        self._names: dict[tuple[Scheme, int], list[bytes]] | None = None
         self.hashes = hashes
         self.done = matched
         self.start = -1
         self.stored = stored
         self.waiting = True
         self._searches = 0
+
+    @property
+    def names(self) -> dict[tuple[Scheme, int], list[bytes]]:
+        """The names that engines give to the prompt's blocks, as far as anybody has asked."""
+        if self._names is None:
+            self._names = {}
+        return self._names
 
     def continues(self, run: bytes) -> bool:
         """Whether a run is just what comes next, of a prompt that has been met before."""
@@ -82,20 +116,35 @@ class Flight:
 
 
 class RankFlights:
-    """The prompts in flight at one rank, the oldest first."""
+    """The prompts in flight at one rank, the oldest first, and those that have just ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._flights: dict[Flight, None] = {}
+        self._ended: deque[tuple[float, Flight]] = deque(maxlen=_MAX_ENDED)
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def add(self, flight: Flight) -> None:
+        self._forget()
         if len(self._flights) < _MAX_FLIGHTS:
             self._flights[flight] = None
 
     def remove(self, flight: Flight) -> None:
-        self._flights.pop(flight, None)
+        if flight in self._flights:
+            del self._flights[flight]
+            self._ended.append((self._clock(), flight))
+
+    def prompts(self, limit: int) -> list[Flight]:
+        """Those in flight and those that ended a moment ago, as far as their tokens are known."""
+        self._forget()
+        every = chain(self._flights, (flight for _, flight in self._ended))
+        return list(islice((flight for flight in every if flight.tokens), limit))
+
+    def _forget(self) -> None:
+        while self._ended and self._clock() - self._ended[0][0] > _KEEP_ENDED_S:
+            self._ended.popleft()
 
     def take(self, operations: Iterable[Operation], unit: int) -> None:
         """What the rank has stored now, as far as it is about prompts whose prefill goes on."""
@@ -112,7 +161,8 @@ class RankFlights:
 class Flights:
     """By rank; kept by the router, read where the ranks' events arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._ranks: dict[SourceKey, RankFlights] = {}
 
     def of(self, key: SourceKey) -> RankFlights | None:
@@ -121,7 +171,7 @@ class Flights:
     def begin(self, flight: Flight) -> None:
         rank = self._ranks.get(flight.key)
         if rank is None:
-            rank = self._ranks[flight.key] = RankFlights()
+            rank = self._ranks[flight.key] = RankFlights(self._clock)
         rank.add(flight)
 
     def end(self, flight: Flight) -> None:
@@ -129,8 +179,10 @@ class Flights:
         rank = self._ranks.get(flight.key)
         if rank is not None:
             rank.remove(flight)
-            if not rank:
-                del self._ranks[flight.key]
+
+    def forget(self, key: SourceKey) -> None:
+        """A rank is gone."""
+        self._ranks.pop(key, None)
 
 
 def _runs(operations: Iterable[Operation]) -> Iterator[bytes]:
@@ -138,7 +190,9 @@ def _runs(operations: Iterable[Operation]) -> Iterator[bytes]:
     units: list[bytes] = []
     last = None
     for operation in operations:
-        if not isinstance(operation, Store) or not operation.tier.startswith(DEVICE):
+        if not isinstance(operation, Store) or operation.old:
+            continue
+        if not operation.tier.startswith(DEVICE):
             continue
         if units and operation.blocks[0].parent is not last:
             yield b"".join(units)
@@ -157,12 +211,12 @@ def _find(packed: bytes, unit: bytes) -> int:
     return at
 
 
-def _common(run: bytes, chain: bytes) -> int:
+def _common(run: bytes, other: bytes) -> int:
     """Units that two chains share from their beginning."""
-    length = min(len(run), len(chain))
-    if run[:length] == chain[:length]:
+    length = min(len(run), len(other))
+    if run[:length] == other[:length]:
         return length // HASH_BYTES
     at = 0
-    while run[at : at + HASH_BYTES] == chain[at : at + HASH_BYTES]:
+    while run[at : at + HASH_BYTES] == other[at : at + HASH_BYTES]:
         at += HASH_BYTES
     return at // HASH_BYTES

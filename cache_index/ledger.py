@@ -14,15 +14,17 @@ that is announced again is not counted again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache_index import pools
 from cache_index.accounts import Account, Accounts
 from cache_index.blocks import HASH_BYTES, TOKEN_BYTES, chain_packed
 from cache_index.event_types import BlockRemoved, BlockStored, EngineHash, Event
+from cache_index.flights import RankFlights
 from cache_index.groups import FULL
 from cache_index.identity import ModelIdentity
 from cache_index.operations import Block, NewEpoch, Operation, Remove, Store, runs
+from cache_index.orphans import Orphans
 from cache_index.reports import Reports
 from cache_index.roots import Roots
 from cache_index.sparse import Sparse
@@ -38,6 +40,7 @@ class Ledger:
         self._base = base_unit_tokens
         self._roots = Roots(model)
         self._tiers = pools.Tiers()
+        self.prompts: Callable[[], RankFlights | None] = lambda: None
         self.counts: Counter[str] = Counter()
         self.forget_shape()
         self.clear()
@@ -47,6 +50,7 @@ class Ledger:
         self._accounts = Accounts(self._base)
         self._reports = Reports()
         self._sparse = Sparse(self._accounts, self._roots)
+        self._orphans = Orphans(self._base, lambda: self.prompts())
 
     def clear(self) -> None:
         self._accounts.clear()
@@ -83,6 +87,7 @@ class Ledger:
     def apply(self, events: Iterable[Event], out: list[Operation]) -> bool:
         """Take one batch's events. True if the engine cleared its cache in it."""
         cleared = False
+        self._orphans.begin_batch()
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(event, out)
@@ -120,12 +125,30 @@ class Ledger:
         if event.parent is not None:
             parent = account.blocks.get(event.parent) or self._accounts.find(event.parent)
             if parent is None:
+                parent = self._bind(account, event, out)
+            if parent is None:
                 self.counts["orphaned"] += len(event.hashes)
                 self.orphaned = True
                 return
         if self._reports.notice(account, event):
             self._begin_reports(out)
         out.extend(runs(account.label, self._take(account, event, parent)))
+
+    def _bind(self, account: Account, event: BlockStored, out: list[Operation]) -> Block | None:
+        """The parent of an orphan that is proven to belong to a prompt in flight."""
+        before = self._orphans.find(account, event)
+        fresh: list[Block] = []
+        for name, block in before:
+            if name not in account.blocks:
+                account.add(name, block)
+            if not block.device:
+                block.device = 1
+                if not account.siblings or account.joint(name):
+                    fresh.append(block)
+        out.extend(runs(account.label, fresh, old=True))
+        if before:
+            self.counts["bound"] += len(event.hashes)
+        return before[-1][1] if before else None
 
     def _take(self, account: Account, event: BlockStored, parent: Block | None) -> list[Block]:
         """Count the event's blocks; returns those that were not held before."""
@@ -154,6 +177,8 @@ class Ledger:
         if parent is not None and not parent.units:
             return b"", 0
         seed, credited = self._roots.seed(event, parent)
+        if parent is None and credited and not event.lora_name:
+            self._orphans.remember(event, self._roots.salt)
         credited = min(credited, event.token_count // event.block_tokens)
         if credited < len(event.hashes):
             self.counts["uncredited"] += len(event.hashes) - credited

@@ -39,10 +39,14 @@ class NewEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A chain of blocks, each the parent of the next, is now held in `tier`."""
+    """A chain of blocks, each the parent of the next, is now held in `tier`.
+
+    `old`: it was before, and is only told now.
+    """
 
     tier: str
     blocks: Sequence[Block]
+    old: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,10 @@ class Remove:
 Operation = NewEpoch | Store | Remove
 
 
-def runs(tier: str, blocks: Sequence[Block]) -> Iterator[Store]:
+def runs(tier: str, blocks: Sequence[Block], *, old: bool = False) -> Iterator[Store]:
     """Cut `blocks` where one is not the parent of the next."""
     start = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or blocks[end].parent is not blocks[end - 1]:
-            yield Store(tier, blocks[start:end])
+            yield Store(tier, blocks[start:end], old)
             start = end

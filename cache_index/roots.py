@@ -20,12 +20,13 @@ _MAX_ROOTS = 4096
 
 
 class Roots:
-    """The roots of one model; `salted` once a salt was seen."""
+    """The roots of one model; `salted` once a salt was seen, `salt` is the last chain's."""
 
     def __init__(self, model: ModelIdentity) -> None:
         self._model = model
         self._digests: dict[tuple[str, str], int] = {}
         self.salted = False
+        self.salt = ""
 
     def seed(self, event: BlockStored, parent: Block | None) -> tuple[int, int]:
         """What the event's chain starts from, and how many of its blocks are tokens alone."""
@@ -37,6 +38,7 @@ class Roots:
         if parent is None and keys and len(keys[0]) == 1 and isinstance(keys[0][0], str):
             salt, keys[0] = keys[0][0], []
         self.salted = self.salted or bool(salt)
+        self.salt = salt
         plain = next((i for i, rest in enumerate(keys) if rest), len(event.hashes))
         return self._root(adapter, salt) if parent is None else parent.last, plain
 

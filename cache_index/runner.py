@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import zmq
 
@@ -47,6 +48,7 @@ class SourceRunner:
             lease_s=lease_s,
             replayable=spec.replay_endpoint is not None,
         )
+        self.state.ledger.prompts = partial(flights.of, spec.key)
         self.writer = SourceWriter(spec.key, self.state.ledger)
         self._wake = wake
         self._seen_wake = seen_wake
@@ -84,6 +86,7 @@ class SourceRunner:
 
     async def close(self) -> None:
         """Ends everything that feeds it."""
+        self._flights.forget(self.spec.key)
         await end(self._task)
 
     def status(self, now_s: float, listening: str = "") -> SourceStatus:

@@ -26,7 +26,7 @@ class PrefillMeter:
 
     def begin(self, plan: Plan, placement: Placement, ticket: Ticket) -> None:
         """Follow the prompt of a ticket that has been entered, if its tokens are known."""
-        hashes = _chain(plan, placement.replica)
+        adapter, hashes = _chain(plan, placement.replica)
         if not hashes:
             return
         unit_tokens = self._unit_tokens
@@ -39,7 +39,9 @@ class PrefillMeter:
 
         key = SourceKey(placement.replica.name, placement.rank)
         matched = placement.matched_tokens // unit_tokens
-        ticket.flight = Flight(key, hashes, matched, stored)
+        # An adapter's name does not say which weights it has; without it tokens say all.
+        tokens = b"" if adapter else plan.prompt.token_ids or b""
+        ticket.flight = Flight(key, hashes, matched, stored, tokens, plan.prompt.salt)
         self._flights.begin(ticket.flight)
 
     def end(self, ticket: Ticket) -> None:
@@ -49,11 +51,11 @@ class PrefillMeter:
             self._flights.end(flight)
 
 
-def _chain(plan: Plan, replica: Replica) -> bytes:
-    """The prompt's packed chain as this replica has it; empty if unknown."""
+def _chain(plan: Plan, replica: Replica) -> tuple[str, bytes]:
+    """The adapter and the prompt's packed chain as this replica has it; empty if unknown."""
     served = replica.models.get(plan.model) if plan.chains and plan.model is not None else None
     if served is not None:
         for (base, adapter, _, _), chain in zip(plan.roots, plan.chains, strict=True):
             if base == served.base and adapter == served.adapter:
-                return chain
-    return b""
+                return adapter, chain
+    return "", b""

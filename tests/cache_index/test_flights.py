@@ -120,7 +120,7 @@ def test_who_has_ended_is_told_nothing_and_nothing_is_left() -> None:
     rank.store(tokens, 0, 8)
     assert rank.told == [(0, 8)]
     rank.flights.end(second)
-    assert rank.flights.of(KEY) is None
+    assert not rank.flights.of(KEY)
 
 
 @given(seed=st.integers(0, 2**32))

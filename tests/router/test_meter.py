@@ -24,7 +24,12 @@ CHAIN = Random(1).randbytes(8 * 62)
 
 
 def plan(model: str | None = "m", chains: Sequence[bytes] = (CHAIN,)) -> Plan:
-    made = SimpleNamespace(model=model, roots=[("m", "", 1, {})] * len(chains), chains=chains)
+    made = SimpleNamespace(
+        model=model,
+        roots=[("m", "", 1, {})] * len(chains),
+        chains=chains,
+        prompt=SimpleNamespace(token_ids=b"", salt=""),
+    )
     return cast(Plan, made)
 
 
@@ -82,7 +87,7 @@ def test_what_is_queued_falls_step_by_step(streaming: bool) -> None:
         rank.meter.end(ticket)
         rank.meter.end(ticket)
     assert (rank.load.queued_tokens, rank.load.running) == (0, 0)
-    assert rank.flights.of(KEY) is None
+    assert not rank.flights.of(KEY)
 
 
 def test_answers_that_are_not_streamed_teach_the_load_model() -> None:
@@ -138,5 +143,5 @@ def test_a_prompt_without_tokens_is_not_followed() -> None:
         rank.meter.begin(plan(chains=()), placement(100), ticket)
         rank.meter.begin(plan(None), placement(100), ticket)
         rank.meter.begin(plan("another"), placement(100), ticket)
-        assert rank.flights.of(KEY) is None
+        assert not rank.flights.of(KEY)
         rank.meter.end(ticket)
