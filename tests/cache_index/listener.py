@@ -8,7 +8,7 @@ from itertools import count
 
 from cache_index import ModelIdentity, Root, chain_packed, pack_tokens
 from cache_index.blocks import HASH_BYTES
-from cache_index.changes import holder_record, source_name
+from cache_index.changes import PART, holder_record, source_name
 from cache_index.errors import MalformedBatch
 from cache_index.events import decode_batch, payload_digest
 from cache_index.ledger import Ledger, NewEpoch, Operation, Remove
@@ -123,7 +123,8 @@ class Index:
             self._ids += 1
             self._holders[key] = self._ids.to_bytes(4, "big")
             name, source = tier.encode(), source_name(SourceKey("r", rank))
-            record = struct.pack("<HH", ledger.unit, len(name)) + name + source
+            unit, part = ledger.unit_of(tier)
+            record = struct.pack("<HH", unit | part * PART, len(name)) + name + source
             self.radix.add_holder(self._holders[key], holder_record(record))
         return self._holders[key]
 

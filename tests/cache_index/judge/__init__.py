@@ -12,8 +12,10 @@ the description leaves room, always on the side of under-reporting:
 * AllBlocksCleared names no tier. A listener may take the host tier as gone; it may keep it only
   if the engine kept it.
 * Stores and removals are counted: two copies of one hash need two removals. An engine that
-  reports reused blocks again (`reports_again`) adds no copy by that, and there the first removal
-  is the last.
+  reports reused blocks again (`reports_again`) adds no copy by that. Nothing on the wire tells such
+  a report from a second copy until a batch in which new blocks follow on it, so until then it may
+  be counted as one. This is the one reading that is not on the side of under-reporting: the other,
+  that the first removal is always the last, would forget every real second copy.
 * A placeholder (a host store without tokens) says where its block is only if the block was known
   then; a listener may ignore any other.
 * Pools announce salted blocks under the unsalted hash, without extra keys and group. From a source
@@ -26,5 +28,6 @@ the description leaves room, always on the side of under-reporting:
   claimed for the base model.
 * A listener that says exact may take `WORK_S` over what it heard last.
 * A batch that only the network damaged need not be asked for again.
+* Of a hybrid model, of which a part was never heard, it need not trust anything.
 * A source whose trust is `none` claims nothing.
 """

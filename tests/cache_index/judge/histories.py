@@ -57,6 +57,7 @@ def history(seed: int, off: Features = NOTHING_OFF) -> History:
 def _config(rng: Random, off: Features) -> EngineConfig:
     version = rng.choice((*VERSIONS, "0.24.0", "0.32.0", "0.32.0", "0.32.0"))
     hybrid = shows_groups(version) and "groups" not in off and rng.random() < 0.35
+    again = version == "0.32.0" and not hybrid and "again" not in off and rng.random() < 0.2
     return EngineConfig(
         version=version,
         hash_kind=rng.choice(("int", "int", "signed", "bytes")),
@@ -65,9 +66,9 @@ def _config(rng: Random, off: Features) -> EngineConfig:
         host=rng.choice(
             ("none", "described") + (() if "placeholders" in off else ("placeholder",))
         ),
-        reports_again="again" not in off and not hybrid and rng.random() < 0.2,
+        reports_again=again,
         media_keys=rng.choice(("pair", "plain")),
-        named_group=hybrid or rng.random() < 0.7,
+        named_group=hybrid or again or rng.random() < 0.7,
     )
 
 

@@ -106,7 +106,8 @@ class Stage:
             trust = self._listener.trust(rank.index, self.now)
             if rank.replayable() and trust != "exact":
                 raise Misjudged(f"rank {rank.index}: {trust} though its whole life can be replayed")
-            if trust == "none" and not rank.spoilt:
+            partly_heard_hybrid = len(rank.config.groups) > 1 and not rank.replayable()
+            if trust == "none" and not rank.spoilt and not partly_heard_hybrid:
                 raise Misjudged(f"rank {rank.index}: never trusted again")
 
     def _rank(self, r: int) -> Rank:

@@ -27,6 +27,7 @@ class Verdict:
         self._config = config
         self._said: Counter[Place] = Counter()
         self._sure: Counter[Place] = Counter()
+        self._again: Counter[Place] = Counter()
         self._gone_at: dict[Place, float] = {}
         self._salted = False
         self.changed_at = 0.0
@@ -34,6 +35,8 @@ class Verdict:
     def say(self, events: tuple[Event, ...], now: float) -> None:
         """A batch left the engine."""
         told = self._told(events)
+        if self._gives_itself_away(events):
+            self._forget_reports(now)
         for event in events:
             match event:
                 case Stored():
@@ -56,7 +59,7 @@ class Verdict:
         return self._prefix(
             prompt,
             tier,
-            lambda place: self._said[place] > 0 or self._gone_at.get(place, -1e9) >= since,
+            lambda place: self._believed(place) or self._gone_at.get(place, -1e9) >= since,
             1,
         )
 
@@ -68,7 +71,23 @@ class Verdict:
 
     def at_most_exactly(self, prompt: Prompt, tier: str) -> int:
         """Tokens held now, by what was said last."""
-        return self._prefix(prompt, tier, lambda place: self._said[place] > 0, 1)
+        return self._prefix(prompt, tier, self._believed, 1)
+
+    def _believed(self, place: Place) -> bool:
+        return self._said[place] > 0 or self._again[place] > 0
+
+    def _gives_itself_away(self, events: tuple[Event, ...]) -> bool:
+        """Whether blocks that are new follow, in their batch, on blocks reported again."""
+        last = {e.blocks[-1] for e in events if isinstance(e, Stored) and e.again}
+        units = self._config.block_units
+        fresh = (e.blocks[0] for e in events if isinstance(e, Stored) and not e.again)
+        return any(parent_of(block, units) in last for block in fresh)
+
+    def _forget_reports(self, now: float) -> None:
+        for place in self._again:
+            if self._said[place] <= 0:
+                self._gone_at[place] = now
+        self._again.clear()
 
     def _prefix(self, prompt: Prompt, tier: str, has, slack: int) -> int:
         units = self._config.block_units
@@ -77,6 +96,7 @@ class Verdict:
 
     def _store(self, event: Stored, told: set[Block]) -> None:
         if event.again:
+            self._again.update(Place(event.tier, event.group, b) for b in event.blocks)
             return
         self._salted |= event.blocks[0].root.salt is not None
         named = self._config.named_group and shows_groups(self._config.version)
@@ -126,3 +146,4 @@ class Verdict:
             del self._said[place]
             self._gone_at[place] = now
         self._sure.clear()
+        self._forget_reports(now)
