@@ -113,9 +113,11 @@ class Index:
                     self.radix.drop_holder(self._holders.pop(key))
                 continue
             holder = self._holder(rank, operation.tier, ledger)
-            removal = isinstance(operation, Remove)
-            for block in (operation.block,) if removal else operation.blocks:
-                self._set(holder, block.units, 0 if removal else 1)
+            if isinstance(operation, Remove):
+                self._set(holder, operation.block.units[operation.keep * HASH_BYTES :], 0)
+                continue
+            for block in operation.blocks:
+                self._set(holder, block.units, 1)
 
     def _holder(self, rank: int, tier: str, ledger: Ledger) -> bytes:
         key = (rank, tier)

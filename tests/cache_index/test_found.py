@@ -10,12 +10,17 @@ from .listener import PureListener
 
 PLAIN = Prompt(Root(), (0,))
 LONG = Prompt(Root(), (1, 0, 1))
+TWINS = (Prompt(Root(), (0, 0)), Prompt(Root(), (0, 1)))
 
 
-def run(*ops: Op, buffer: int = 1000, config: EngineConfig | None = None) -> None:
-    """Judge a history of one rank, prompts PLAIN (0) and LONG (1). Raises Misjudged."""
-    config = config or EngineConfig()
-    prompts = (PLAIN, LONG)
+def run(
+    *ops: Op,
+    buffer: int = 1000,
+    block_units: int = 1,
+    prompts: tuple[Prompt, ...] = (PLAIN, LONG),
+) -> None:
+    """Judge a history of one rank. Raises Misjudged."""
+    config = EngineConfig(block_units=block_units)
     World(History((config,), (buffer,), prompts, prompts, ops), PureListener(1)).run()
 
 
@@ -77,4 +82,18 @@ def test_what_was_held_back_of_two_connections_is_not_one_chain() -> None:
         ("step", 0),
         ("cut", 0, True),
         ("wait", 5.3),
+    )
+
+
+def test_a_block_keeps_the_units_that_it_shares_with_one_that_goes() -> None:
+    run(
+        ("join", 0),
+        ("compute", 0, 0, 1, False),
+        ("compute", 0, 1, 1, False),
+        ("step", 0),
+        ("evict", 0, 1, 1, False),
+        ("step", 0),
+        ("wait", 1.0),
+        block_units=2,
+        prompts=TWINS,
     )

@@ -24,8 +24,7 @@ HISTORIES = int(os.environ.get("KVROUTE_TEST_JUDGED", "1500"))
 FIRST = int(os.environ.get("KVROUTE_TEST_JUDGED_FROM", "0"))
 pytestmark = pytest.mark.slow
 # "late": the subscriber asks its monitor before it takes a message, so no notice comes late.
-# "units": blocks of several units that share their first are not told apart yet.
-OFF = Features({"late", "units"})
+OFF = Features({"late"})
 
 
 def convicted(story: History, listener: Listener) -> str:
