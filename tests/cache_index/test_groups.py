@@ -19,7 +19,7 @@ from cache_index.source import Delivery
 from cache_index.types import Trust
 
 from .conftest import Server
-from .publisher import MODEL
+from .publisher import MODEL, stored
 from .test_histories import Life, World
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -75,5 +75,53 @@ async def test_the_index_says_what_the_cache_manager_would_reuse(server: Server,
             said, reused = said + found, reused + hit
         assert life.state.trust(1.0)[0] is Trust.EXACT
         assert 1000 * (reused - said) <= UNSAID.get(name, 0) * reused
+    finally:
+        await redis.close()
+
+
+SHAPES: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "dense, 16": (16, None),
+    "dense, 48": (48, None),
+    "with states, 32": (32, {"kv_cache_spec_kind": "mamba", "group_idx": 1}),
+    "dense, 16 again": (16, None),
+}
+
+
+async def test_a_restart_may_bring_another_unit_and_other_groups_without_a_flush(
+    server: Server,
+) -> None:
+    redis = RedisIndex(
+        server.url, base_unit_tokens=16, max_units=1_000_000, namespace=uuid.uuid4().hex
+    )
+    try:
+        life, other = Life("r0", 16), Life("r1", 16)
+        world = World(redis, RadixIndex(1_000_000), [life, other])
+        for each in world.lives:
+            await world.lead(each)
+        tokens = list(range(961))
+        full = {"kv_cache_spec_kind": "full_attention", "group_idx": 0}
+        other.take(other.state.live(other.batch(stored([9], tokens[:16], **full)), 1.0))
+        for name, (size, state) in SHAPES.items():
+            life.seq, life.sent = 0, []
+            life.take(life.state.connected(1.0))
+            blocks = [hash((name, i)) & 2**63 - 1 for i in range(480 // size)]
+            events = [stored(blocks, tokens[:480], block_size=size, **full)]
+            if state is not None:
+                last = blocks[5:6]
+                events.append(stored(last, tokens[: 6 * size], block_size=size, **state))
+            life.batch(*events)
+            life.replay()
+            await world.drain()
+            await world.mirror()
+            wanted = {
+                DEVICE: (480 if state is None else 6 * size) // 16,
+                Holder("r1", 0, "device"): 1,
+            }
+            asked = packed(tokens, "")
+            assert world.radix.match(asked) == wanted, name
+            assert await redis.match(asked) == wanted, name
+            assert (await world.snapshot()).match(asked) == wanted, name
+            assert life.state.ledger.block_tokens == size
+            assert life.state.trust(1.0)[0] is Trust.EXACT
     finally:
         await redis.close()
