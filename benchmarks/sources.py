@@ -10,7 +10,8 @@ gateway pays that follows the same sources as a standby does.
 
 A batch is what one step of a busy replica leaves: two blocks of answers each step, every fifth step
 a prefill of 32 blocks, and one removal for each block stored 400 blocks ago, in vLLM's map encoding
-with blocks of 16 tokens. `--ceiling` raises the rate until the index falls behind.
+with blocks of 16 tokens. `--answers-only` leaves the prefills out: a replica that decodes long
+answers. `--ceiling` raises the rate until the index falls behind.
 
 Lag is the time from sending a batch to its being applied, by the one clock of this machine. Not
 measured: the rest of a gateway, which shares the loop.
@@ -52,10 +53,11 @@ _TIMESTAMP_AT = 2  # after the array's and the number's own byte
 class Engine:
     """The events of one replica: an endless cycle, whose end removes what its middle stored."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, answers_only: bool) -> None:
         self._rng = random.Random(seed)
         self._held: deque[int] = deque()
-        self._chain = (0, None)
+        self._answers_only = answers_only
+        self._parent: int | None = None
 
     def payloads(self) -> list[bytearray]:
         """One cycle of encoded batches."""
@@ -67,7 +69,8 @@ class Engine:
     def _step(self, number: int) -> list[dict[str, Any]]:
         events = []
         if number % PREFILL_EVERY == 0:
-            self._parent: int | None = None
+            self._parent = None
+        if number % PREFILL_EVERY == 0 and not self._answers_only:
             events.append(self._stored(PREFILL_BLOCKS))
         events += [self._stored(1) for _ in range(DECODED_BLOCKS)]
         while len(self._held) > HELD_BLOCKS:
@@ -96,7 +99,7 @@ class Engine:
         return {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0}
 
 
-def publish(sources: int) -> None:
+def publish(sources: int, answers_only: bool) -> None:
     """The publisher process: prints its ports, then obeys lines `RATE` until stdin ends."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context = zmq.Context()
@@ -109,7 +112,7 @@ def publish(sources: int) -> None:
         print(*addresses, flush=True)
         pubs.append(pub)
         routers.append(router)
-        cycles.append(Engine(number).payloads())
+        cycles.append(Engine(number, answers_only).payloads())
         poller.register(router, zmq.POLLIN)
     print("ready", flush=True)
     poller.register(sys.stdin, zmq.POLLIN)
@@ -162,8 +165,9 @@ def replay(router: zmq.Socket[bytes], buffer: deque[tuple[bytes, bytes]]) -> Non
 class Publishers:
     """The publisher process, seen from here."""
 
-    def __init__(self, sources: int) -> None:
+    def __init__(self, sources: int, answers_only: bool) -> None:
         command = [sys.executable, __file__, "--publish", "--sources", str(sources)]
+        command += ["--answers-only"] * answers_only
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -229,7 +233,7 @@ def applied(index: CacheIndex) -> int:
 
 async def run(options: argparse.Namespace) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    publishers = Publishers(options.sources)
+    publishers = Publishers(options.sources, options.answers_only)
     url = "unix:///nothing/there.sock" if options.no_redis else None
     index = CacheIndex(redis_url=url, registry=CollectorRegistry())
     os.sched_setaffinity(0, {cores[-1]})  # for the server it starts
@@ -263,11 +267,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="batches a second of each source")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--no-redis", action="store_true")
+    parser.add_argument("--answers-only", action="store_true")
     parser.add_argument("--ceiling", action="store_true")
     parser.add_argument("--publish", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.publish:
-        publish(options.sources)
+        publish(options.sources, options.answers_only)
     else:
         asyncio.run(run(options))
 

@@ -39,7 +39,9 @@ def payload(life: int, number: int) -> bytes:
     return msgspec.msgpack.encode([time.time(), events, 0])
 
 
-def main(style: str, live: str, again: str, life: int, burst: int, rate: float) -> None:
+def main(
+    style: str, live: str, again: str, life: int, burst: int, rate: float, topic: str = "a"
+) -> None:
     context = zmq.Context()
     pub, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     (pub.connect if style == "dial" else pub.bind)(live)
@@ -52,16 +54,16 @@ def main(style: str, live: str, again: str, life: int, burst: int, rate: float) 
     while True:
         while number < burst + (time.monotonic() - start_s) * rate:
             entry = number.to_bytes(8, "big"), payload(life, number)
-            pub.send_multipart((b"a", *entry))
+            pub.send_multipart((topic.encode(), *entry))
             buffer.append(entry)
             number += 1
         if router.poll(1):
             client, _, first = router.recv_multipart()
             for entry in buffer:
                 if entry[0] >= first:
-                    router.send_multipart((client, b"", b"a", *entry))
+                    router.send_multipart((client, b"", topic.encode(), *entry))
             router.send_multipart((client, b"", b"", b"\xff" * 8, b""))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6]))
+    main(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6]), *sys.argv[7:])
