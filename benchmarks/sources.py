@@ -11,7 +11,8 @@ gateway pays that follows the same sources as a standby does.
 A batch is what one step of a busy replica leaves: two blocks of answers each step, every fifth step
 a prefill of 32 blocks, and one removal for each block stored 400 blocks ago, in vLLM's map encoding
 with blocks of 16 tokens. `--answers-only` leaves the prefills out: a replica that decodes long
-answers. `--ceiling` raises the rate until the index falls behind.
+answers. `--rate 0` shows what idle sources cost. `--ceiling` raises the rate until the index falls
+behind.
 
 Lag is the time from sending a batch to its being applied, by the one clock of this machine. Not
 measured: the rest of a gateway, which shares the loop.
@@ -219,9 +220,9 @@ async def measure(index: CacheIndex, publishers: Publishers, rate: float, second
         "sent_per_s": round(sent / took_s),
         "applied_per_s": round(done / took_s),
         "cpu_share": round(cpu, 3),
-        "us_per_batch": round(cpu * took_s / max(done, 1) * 1e6, 1),
-        "lag_ms_p50": round(statistics.median(lags) * 1000, 2),
-        "lag_ms_p99": round(lags[int(len(lags) * 0.99)] * 1000, 2),
+        "us_per_batch": round(cpu * took_s / done * 1e6, 1) if done else None,
+        "lag_ms_p50": round(statistics.median(lags) * 1000, 2) if lags else None,
+        "lag_ms_p99": round(lags[int(len(lags) * 0.99)] * 1000, 2) if lags else None,
         "loop_delay_ms_p99": round(stalls[int(len(stalls) * 0.99)] * 1000, 2),
         "trust": sum(str(each.trust) == "exact" for each in index.sources()),
     }
