@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from cache_index.blocks import HASH_BYTES
 from cache_index.event_types import BlockStored, EngineHash
 from cache_index.groups import FULL, GroupClass, Shape, rule_of
-from cache_index.operations import Block, Store, runs
+from cache_index.operations import Block, Remove, Store, runs
 from cache_index.types import DEVICE
 
 __all__ = ["Account", "Accounts"]
@@ -55,6 +55,17 @@ class Account:
     def clear(self) -> None:
         self.blocks.clear()
         self._firsts.clear()
+
+    def told(self, engine_hash: EngineHash) -> bool:
+        """Whether what this group holds of a block is told: its siblings have it too."""
+        return not self.siblings or self.joint(engine_hash)
+
+    def removal(self, block: Block, tier: str) -> Remove:
+        """What is to be said of a block that is in this tier no more."""
+        label = self.label if tier == DEVICE else tier
+        return Remove(
+            label, block, self.shared(block, tier) if len(block.units) > HASH_BYTES else 0
+        )
 
     def shared(self, block: Block, tier: str) -> int:
         """How many of the first units of a block of several other blocks in this tier need."""

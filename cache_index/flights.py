@@ -120,6 +120,7 @@ class RankFlights:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.followers = 0
         self._flights: dict[Flight, None] = {}
         self._ended: deque[tuple[float, Flight]] = deque(maxlen=_MAX_ENDED)
 
@@ -159,7 +160,10 @@ class RankFlights:
 
 
 class Flights:
-    """By rank; kept by the router, read where the ranks' events arrive."""
+    """By rank; kept by the router, read where the ranks' events arrive.
+
+    Only ranks that somebody follows have any.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -168,21 +172,31 @@ class Flights:
     def of(self, key: SourceKey) -> RankFlights | None:
         return self._ranks.get(key)
 
+    def follow(self, key: SourceKey) -> None:
+        """A rank's events are read from now on."""
+        rank = self._ranks.get(key)
+        if rank is None:
+            rank = self._ranks[key] = RankFlights(self._clock)
+        rank.followers += 1
+
+    def forget(self, key: SourceKey) -> None:
+        """They are not any more. As often as `follow`, because one reader may relieve another."""
+        rank = self._ranks.get(key)
+        if rank is not None:
+            rank.followers -= 1
+            if not rank.followers:
+                del self._ranks[key]
+
     def begin(self, flight: Flight) -> None:
         rank = self._ranks.get(flight.key)
-        if rank is None:
-            rank = self._ranks[flight.key] = RankFlights(self._clock)
-        rank.add(flight)
+        if rank is not None:
+            rank.add(flight)
 
     def end(self, flight: Flight) -> None:
         flight.waiting = False
         rank = self._ranks.get(flight.key)
         if rank is not None:
             rank.remove(flight)
-
-    def forget(self, key: SourceKey) -> None:
-        """A rank is gone."""
-        self._ranks.pop(key, None)
 
 
 def _runs(operations: Iterable[Operation]) -> Iterator[bytes]:

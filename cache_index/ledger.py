@@ -143,7 +143,7 @@ class Ledger:
                 account.add(name, block)
             if not block.device:
                 block.device = 1
-                if not account.siblings or account.joint(name):
+                if account.told(name):
                     fresh.append(block)
         out.extend(runs(account.label, fresh, old=True))
         if before:
@@ -165,7 +165,7 @@ class Ledger:
                 account.add(engine_hash, block)
             if block.device == 0:
                 block.device = 1
-                if block.units and (not account.siblings or account.joint(engine_hash)):
+                if block.units and account.told(engine_hash):
                     fresh.append(block)
             elif not again:
                 block.device += 1
@@ -242,28 +242,7 @@ class Ledger:
                 if block is None:
                     self.counts["removed_unknown"] += 1
                     continue
-                if _release(block, tier) and block.units:
-                    self._tell_removed(account, engine_hash, block, tier, out)
+                if block.release(tier) and block.units and account.told(engine_hash):
+                    out.append(account.removal(block, tier))
                 if not block.device and not block.tiers:
                     account.drop(engine_hash, block)
-
-    @staticmethod
-    def _tell_removed(
-        account: Account, engine_hash: EngineHash, block: Block, tier: str, out: list[Operation]
-    ) -> None:
-        if not account.siblings or account.joint(engine_hash):
-            label = account.label if tier == DEVICE else tier
-            keep = account.shared(block, tier) if len(block.units) > HASH_BYTES else 0
-            out.append(Remove(label, block, keep))
-
-
-def _release(block: Block, tier: str) -> bool:
-    """Take one holding away; True if it was the last one in this tier."""
-    if tier != DEVICE:
-        held = tier in block.tiers
-        block.tiers -= {tier}
-        return held
-    if block.device:
-        block.device -= 1
-        return block.device == 0
-    return False

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cache_index.blocks import HASH_BYTES
+from cache_index.types import DEVICE
 
 __all__ = ["Block", "NewEpoch", "Operation", "Remove", "Store", "runs"]
 
@@ -23,6 +24,17 @@ class Block:
         self.parent = parent
         self.device = 0
         self.tiers: frozenset[str] = frozenset()
+
+    def release(self, tier: str) -> bool:
+        """Take one holding away; True if it was the last one in this tier."""
+        if tier != DEVICE:
+            held = tier in self.tiers
+            self.tiers -= {tier}
+            return held
+        if self.device:
+            self.device -= 1
+            return self.device == 0
+        return False
 
     @property
     def last(self) -> int:

@@ -48,6 +48,7 @@ class SourceRunner:
             lease_s=lease_s,
             replayable=spec.replay_endpoint is not None,
         )
+        flights.follow(spec.key)
         self.state.ledger.prompts = partial(flights.of, spec.key)
         self.writer = SourceWriter(spec.key, self.state.ledger)
         self._wake = wake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_index import Root, chain_packed, pack_tokens
@@ -25,6 +25,7 @@ class Rank:
         self.block = block
         self.ledger = Ledger(MODEL, 16)
         self.flights = Flights()
+        self.flights.follow(KEY)
         self.told: list[tuple[int, int]] = []
 
     def send(self, tokens: list[int], matched: int = 0) -> Flight:
@@ -123,6 +124,7 @@ def test_who_has_ended_is_told_nothing_and_nothing_is_left() -> None:
     assert not rank.flights.of(KEY)
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_prompt_is_ever_further_than_what_is_stored(seed: int) -> None:
     rng = Random(seed)
@@ -153,3 +155,18 @@ def test_no_prompt_is_ever_further_than_what_is_stored(seed: int) -> None:
                 stored_units += 1
             if flight.start >= 0:
                 assert flight.done <= stored_units
+
+
+def test_a_rank_that_nobody_follows_has_no_flights() -> None:
+    flights = Flights()
+    flight = Flight(KEY, b"", 0, lambda *_: None)
+    flights.begin(flight)
+    flights.end(flight)
+    assert flights.of(KEY) is None
+    # A new reader of the same rank comes before the old one has ended.
+    flights.follow(KEY)
+    flights.follow(KEY)
+    flights.forget(KEY)
+    assert flights.of(KEY) is not None
+    flights.forget(KEY)
+    assert flights.of(KEY) is None

@@ -9,7 +9,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_index import Root, chain_packed, pack_tokens
@@ -73,6 +73,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.flights = Flights()
+        self.flights.follow(KEY)
         self.ledger = Ledger(MODEL, BLOCK)
         self.ledger.prompts = lambda: self.flights.of(KEY)
         self.held: set[bytes] = set()
@@ -185,6 +186,7 @@ def test_work_is_bounded_and_goes_on_with_the_next_batch() -> None:
 def test_what_has_ended_is_forgotten_after_a_while() -> None:
     now_s = [0.0]
     flights = Flights(lambda: now_s[0])
+    flights.follow(KEY)
     flight = Flight(KEY, b"", 0, lambda *_: None, b"tokens")
     flights.begin(flight)
     flights.end(flight)
@@ -195,6 +197,7 @@ def test_what_has_ended_is_forgotten_after_a_while() -> None:
     assert rank.prompts(9) == []
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_nothing_is_ever_credited_that_the_engine_does_not_hold(seed: int) -> None:
     """Two gateways' prompts out of few parts at equal places; events are lost, blocks evicted."""

@@ -49,6 +49,7 @@ class Rank:
         self.fleet = FleetLoad(1000.0, self.clock)
         self.load: RankLoad = self.fleet.rank("a", 0)
         self.flights = Flights()
+        self.flights.follow(KEY)
         self.meter = PrefillMeter(self.flights, 16)
 
     def begin(self, ticket: Ticket, tokens: int = 1000, matched: int = 0) -> None:
