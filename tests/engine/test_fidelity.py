@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import select
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,26 +16,17 @@ import zmq
 
 from loadgen.engine.replica import Replica
 from tests.engine.gateway import prose
-from tests.engine.replica import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MODEL, TOPIC
+from tests.engine.replica import MODEL, TOPIC
 from tests.engine.script import CHAT, Step, said, script
 from tests.engine.shape import answer_shape, differences
+from tests.engine.simulated import Side, simulated_replica
 
 pytestmark = pytest.mark.engine
 
 LISTED = Path(__file__).with_name("differences.txt")
 MOST_LISTED = 30
 ANSWER_S = 120.0
-START_S = 30.0
 QUIET_MS = 1_000
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two: where it answers and where it publishes."""
-
-    url: str
-    events: str
-    replay: str
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +37,8 @@ def real(replica: Replica) -> Side:
 
 @pytest.fixture(scope="module")
 def simulated(replica: Replica) -> Iterator[Side]:
-    options: dict[str, Any] = {
-        "model": MODEL,
-        "tokenizer": replica.model_folder,
-        "max-model-len": CONTEXT_TOKENS,
-        "block-size": BLOCK_TOKENS,
-        # vLLM keeps one block, the null block, for itself.
-        "blocks": BLOCKS - 1,
-        "max-num-seqs": 8,
-        "topic": TOPIC,
-    }
-    command = [sys.executable, "-m", "loadgen.replica", "--exit-on-stdin-eof"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], START_S)
-        assert readable, "the simulated replica does not start"
-        (described,) = json.loads(process.stdout.readline())["replicas"]
-        yield Side(described["url"], described["kv_events"][0], described["replay"][0])
-    finally:
-        process.communicate(timeout=START_S)
+    with simulated_replica(replica.model_folder) as side:
+        yield side
 
 
 def answers(side: Side) -> dict[str, httpx.Response]:
