@@ -3,8 +3,9 @@
     python benchmarks/ranking.py --tokenizer FOLDER URL URL...
 
 For each policy it empties the replicas' caches (which needs vLLM's developer mode), starts a
-gateway, plays the same small conversations and prints the mean first-token time. Run it over real
-replicas and over simulated ones that were calibrated on them: the order should be the same.
+gateway, plays the conversations of `kvroute demo --engine vllm` and prints first-token times. Over
+simulated replicas that were calibrated on real ones the order should be that of the demo, which
+plays them over the real ones.
 """
 
 from __future__ import annotations
@@ -19,23 +20,12 @@ from pathlib import Path
 import httpx
 
 from loadgen.client import Client, Deadlines
+from loadgen.demo.real import RealSettings, real_workload
 from loadgen.run import run_workload
 from loadgen.stats import Summary, summarise
-from loadgen.workload import MultiturnSettings, multiturn
 
-POLICIES = ("cost", "prefix_only", "least_load", "round_robin")
+POLICIES = ("cost", "least_load", "round_robin")
 START_S = 60.0
-TRAFFIC = MultiturnSettings(
-    sessions=12,
-    arrival_window_s=30.0,
-    turns=(3, 3),
-    think_mean_s=1.0,
-    system_prompts=6,
-    system_zipf=0.5,
-    system_chars=3000,
-    user_chars=(100, 300),
-    reply_tokens=(8, 16),
-)
 
 
 def start_gateway(
@@ -66,7 +56,7 @@ async def play(policy: str, urls: list[str], model: str, tokenizer: Path, seed: 
     process, gateway = start_gateway(policy, urls, tokenizer)
     try:
         async with Client(gateway, model, deadlines=Deadlines(5, 120, 180)) as client:
-            run = await run_workload(multiturn(TRAFFIC, seed), client, deadline_s=600)
+            run = await run_workload(real_workload(RealSettings(seed)), client, deadline_s=600)
         return summarise(run.outcomes, len(urls))
     finally:
         process.communicate(timeout=60)

@@ -2,7 +2,8 @@
 
 Generated text, ids, times and log probabilities are reduced to their type; all else stays, token
 counts and cached tokens included. Of streams the order of different chunks counts, not how many
-alike follow each other. Of the checker's long reports on wrong types only the field counts.
+alike follow each other: an engine whose reader is late sends several tokens at once. Of the
+checker's long reports on wrong types only the field counts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def value_shape(value: Any, key: str = "", made_up: bool = False) -> Shape:
         return "<validation error>"
     if value is None or isinstance(value, bool):
         return value
-    if key == "stop_reason" and isinstance(value, int):
+    if key in ("stop_reason", "sequence_number") and isinstance(value, int):
         return "<int>"
     if value == "":
         return ""
@@ -98,7 +99,11 @@ def event_shape(part: str) -> Shape:
     data = fields.pop("data", None)
     if data is None or not data.startswith("{"):
         return {**fields, "data": data}
-    return {**fields, "data": value_shape(json.loads(data))}
+    shape = value_shape(json.loads(data))
+    if shape.get("choices") and shape.get("usage"):
+        # So far, which depends on how many tokens came at once.
+        shape["usage"] |= dict.fromkeys(("completion_tokens", "total_tokens"), "<number>")
+    return {**fields, "data": shape}
 
 
 def is_opening(event: Shape) -> bool:
