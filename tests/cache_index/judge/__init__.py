@@ -13,9 +13,10 @@ the description leaves room, always on the side of under-reporting:
   if the engine kept it.
 * Stores and removals are counted: two copies of one hash need two removals. An engine that
   reports reused blocks again (`reports_again`) adds no copy by that. Nothing on the wire tells such
-  a report from a second copy until a batch in which new blocks follow on it, so until then it may
-  be counted as one. This is the one reading that is not on the side of under-reporting: the other,
-  that the first removal is always the last, would forget every real second copy.
+  a report from a second copy unless new blocks follow on it in the same batch, so one that nothing
+  follows may be counted as a copy. This is the one reading that is not on the side of
+  under-reporting: the other, that the first removal is always the last, would forget every real
+  second copy.
 * A placeholder (a host store without tokens) says where its block is only if the block was known
   then; a listener may ignore any other.
 * Pools announce salted blocks under the unsalted hash, without extra keys and group. From a source
@@ -28,6 +29,10 @@ the description leaves room, always on the side of under-reporting:
   claimed for the base model.
 * A listener that says exact may take `WORK_S` over what it heard last.
 * A batch that only the network damaged need not be asked for again.
+* A hybrid engine that computes a block stores it in every group that keeps it, also where one of
+  them had it: else a listener that joins late could not know that there are several groups.
+* Of a hybrid model a second copy that new blocks follow may be taken for a report of reuse: it need
+  not be called exact.
 * Of a hybrid model, of which a part was never heard, it need not trust anything.
 * A source whose trust is `none` claims nothing.
 """

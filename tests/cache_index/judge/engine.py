@@ -81,6 +81,7 @@ class Engine:
         reused = self._reusable(blocks)
         if self.config.reports_again and reused:
             self._report_again(blocks[:reused])
+        doubles = doubles or len(self.config.groups) > 1
         for index in range(len(self.config.groups)):
             self._store(DEVICE, index, self._kept(index, blocks, reused, doubles))
 

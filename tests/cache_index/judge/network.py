@@ -53,6 +53,7 @@ class Link:
     held_back: bool = False
     replay_first: bool = False
     last_live: Frame | None = None
+    repeatable: bool = False
     late_notices: list[str] = field(default_factory=list)
 
     def push(self, frame: Frame, damaged: bytes) -> None:
@@ -85,5 +86,6 @@ class Link:
         self.connected = False
         self.requests.clear()
         self.live.clear()
+        self.repeatable = False
         if lossy:
             self.replay.clear()

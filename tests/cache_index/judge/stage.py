@@ -104,10 +104,10 @@ class Stage:
     def _judge_recovery(self) -> None:
         for rank in self.ranks:
             trust = self._listener.trust(rank.index, self.now)
-            if rank.replayable() and trust != "exact":
+            hybrid = len(rank.config.groups) > 1
+            if rank.replayable() and trust != "exact" and not (hybrid and trust == "partial"):
                 raise Misjudged(f"rank {rank.index}: {trust} though its whole life can be replayed")
-            partly_heard_hybrid = len(rank.config.groups) > 1 and not rank.replayable()
-            if trust == "none" and not rank.spoilt and not partly_heard_hybrid:
+            if trust == "none" and not rank.spoilt and not (hybrid and not rank.replayable()):
                 raise Misjudged(f"rank {rank.index}: never trusted again")
 
     def _rank(self, r: int) -> Rank:
@@ -154,6 +154,6 @@ class Stage:
         link = rank.link
         frame = (link.replay if replay else link.live).popleft()
         if not replay:
-            link.last_live = frame
+            link.last_live, link.repeatable = frame, True
         rank.note_heard(frame, self.now)
         self._listener.heard(rank.index, frame, self.now)

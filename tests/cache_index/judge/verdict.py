@@ -35,12 +35,11 @@ class Verdict:
     def say(self, events: tuple[Event, ...], now: float) -> None:
         """A batch left the engine."""
         told = self._told(events)
-        if self._gives_itself_away(events):
-            self._forget_reports(now)
+        doubtful = not self._gives_itself_away(events)
         for event in events:
             match event:
                 case Stored():
-                    self._store(event, told)
+                    self._store(event, told, doubtful)
                 case Removed():
                     for block in event.blocks:
                         self._remove(Place(event.tier, event.group, block), now)
@@ -94,7 +93,9 @@ class Verdict:
         blocks = prompt.blocks(units)
         return prefix_tokens(blocks, units, tier, self._config.groups, has, slack)
 
-    def _store(self, event: Stored, told: set[Block]) -> None:
+    def _store(self, event: Stored, told: set[Block], doubtful: bool) -> None:
+        if event.again and not doubtful:
+            return
         if event.again:
             self._again.update(Place(event.tier, event.group, b) for b in event.blocks)
             return

@@ -143,7 +143,7 @@ class World(Stage):
         rank = self._rank(r)
         frame = rank.link.last_live
         for _ in range(times):
-            if frame is not None and frame.life == rank.life and rank.link.connected:
+            if frame is not None and rank.link.repeatable:
                 self._listener.heard(rank.index, frame, self.now)
 
     def settle(self) -> None:
