@@ -15,7 +15,7 @@ from router.metrics import Metrics
 from router.owners import Owners, object_ids
 from router.placement import Placement
 from router.planning import Plan
-from router.upstream import Exchange, Headers, ResponseHead
+from router.upstream import BODILESS, Exchange, Headers, ResponseHead
 from router.wire import HOP_BY_HOP, forwarded, header
 
 logger = logging.getLogger("kvroute.forward")
@@ -24,6 +24,8 @@ _NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
 # Something follows a whole number: what stands at a piece's end may go on in the next one.
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})(?=\D)')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
+_UNSIZED = HOP_BY_HOP | {b"content-length"}
+"""Not passed on with a stream, whose error event no length has room for, or where no body is."""
 USAGE_BYTES = 512
 """Of a usage object, its prompt's length stands at most so far before its cached tokens."""
 
@@ -47,9 +49,11 @@ class Forwarder:
         exchange, placement = call.exchange, call.placement
         assert exchange is not None and placement is not None
         replica, outcome = placement.replica, Outcome.of_status(head.status)
-        headers = forwarded(head.headers, HOP_BY_HOP) + own_headers(call)
+        is_events = _is_events(head)
+        unsized = is_events or head.status in BODILESS
+        headers = forwarded(head.headers, _UNSIZED if unsized else HOP_BY_HOP) + own_headers(call)
         self._metrics.matched_tokens.add(placement.matched_tokens)
-        call.begin(head.status, is_events=_is_events(head))
+        call.begin(head.status, is_events=is_events)
         await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
         try:
             chunk = await exchange.read(self._settings.idle_timeout_s)
@@ -144,8 +148,11 @@ def _seams(call: Call) -> bytes:
 
 
 def _is_events(head: ResponseHead) -> bool:
+    """Whether an event of ours can follow; in a compressed stream nobody could read it."""
     kind = header(head.headers, b"content-type")
-    return kind is not None and kind.lower().startswith(b"text/event-stream")
+    if kind is None or not kind.lower().startswith(b"text/event-stream"):
+        return False
+    return header(head.headers, b"content-encoding") in (None, b"", b"identity")
 
 
 async def cut(call: Call, error: RequestError) -> None:

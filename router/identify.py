@@ -26,9 +26,10 @@ INLINE_BYTES = 64 << 10
 """Bodies up to this are tokenized at once: some ten milliseconds of new text at the most."""
 INLINE_LIMITS = Limits(cpu_s=0.05, chars=4 * INLINE_BYTES)
 """Of a rendering that everybody else waits for."""
-MAX_LOCAL_BYTES = 8 << 20
+MAX_BODY_BYTES = 8 << 20
 MAX_MESSAGES = 10_000
-"""Beyond these a prompt is placed on load alone: no engine takes one of that size."""
+"""Beyond these a prompt is placed on load alone: no engine takes one of that size, and even to hash
+token ids that are given would hold everybody up."""
 THREADS = 2
 MAX_REMOTE_CALLS = 64
 """Tokenize calls under way at once; a request past that is placed on load alone."""
@@ -84,6 +85,8 @@ class Identifier:
         headers: Headers,
         body_bytes: int,
     ) -> tuple[str, bytes | None]:
+        if body_bytes > MAX_BODY_BYTES:
+            return "none", None
         given = given_tokens(request)
         if given is not None:
             return "given", given
@@ -107,7 +110,7 @@ class Identifier:
             return local_tokens(request, tokenizer, INLINE_LIMITS)
         messages = request.fields.get("messages")
         many = isinstance(messages, list) and len(messages) > MAX_MESSAGES
-        if many or body_bytes > MAX_LOCAL_BYTES or self._busy_threads >= THREADS:
+        if many or self._busy_threads >= THREADS:
             return None
         self._busy_threads += 1
         loop = asyncio.get_running_loop()

@@ -30,6 +30,8 @@ READ_AHEAD_BYTES = 64 << 10
 JOINED_BYTES = 256 << 10
 """Larger requests are not copied to be sent in one piece."""
 MAX_HEAD_BYTES = 64 << 10
+BODILESS = (204, 304)
+"""What these say of a length is said of another answer's body."""
 
 OUR_OWN_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
@@ -244,7 +246,7 @@ class Exchange(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         self._pool.discard(self)
-        if self._head is not None and not self._framed and exc is None:
+        if self._head is not None and not self._framed and exc is None and self._error is None:
             self._complete = True
         if not self._complete:
             self._fail(UpstreamCut(str(exc) if exc else "the replica closed the connection"))
@@ -285,14 +287,22 @@ class Exchange(asyncio.Protocol):
             return
         if not 200 <= status <= 599:
             raise UpstreamCut(f"{status} is no status")
-        self._head = ResponseHead(status, self._headers)
         names = {name for name, _ in self._headers}
-        bodiless = self._no_body or status in (204, 304)
+        if b"transfer-encoding" in names:
+            self._check_coding()
+        self._head = ResponseHead(status, self._headers)
+        bodiless = self._no_body or status in BODILESS
         self._framed = bodiless or bool(names & {b"content-length", b"transfer-encoding"})
         self._reusable = self._framed and self._parser.should_keep_alive()
         if bodiless:
             self._complete = True
         self._stop_sending()
+
+    def _check_coding(self) -> None:
+        """Chunks are taken off here; any other coding would reach a client that is not told."""
+        for name, value in self._headers:
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                raise UpstreamCut("a transfer coding that was not asked for")
 
     def on_body(self, data: bytes) -> None:
         self._chunks.append(data)

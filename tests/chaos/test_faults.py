@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import struct
@@ -14,6 +15,7 @@ import pytest
 
 from cache_index.types import Holder
 from tests.chaos.client import Answer, ask, chat_body, read_answer
+from tests.router.raw import Wire, post
 from tests.router.support import (
     MODEL,
     SSE_HEAD,
@@ -101,6 +103,9 @@ NOTHING_ARRIVED = {
     "a length and chunks": says(
         HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
         then="silence",
+    ),
+    "a transfer coding that was not asked for": says(
+        HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", then="silence"
     ),
     "a negative length": says(HEAD + b"content-length: -5\r\n\r\n{}", then="silence"),
     "a head and no body": says(HEAD + b"content-length: 99\r\n\r\n"),
@@ -200,6 +205,10 @@ CUT_STREAMS = {
     "closed within a chunk": says(SSE_HEAD + EVENT + b'40\r\ndata: {"n"'),
     "closed within a chunk's size": says(SSE_HEAD + EVENT + b"4"),
     "closed after [DONE] but before its end": says(SSE_HEAD + EVENT + b"5\r\n"),
+    "closed before its stated length": says(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\n"
+        b'data: {"n":1}\n\n'
+    ),
     "an enormous chunk size": says(SSE_HEAD + EVENT + b"f" * 20 + b"\r\n", then="silence"),
 }
 
@@ -211,6 +220,42 @@ async def test_a_cut_stream_ends_as_one(fault: str) -> None:
         (bad,) = [each for each in answers if each.replica == both.bad.name]
         assert bad.cut, f"{bad}"
         assert bad.events[0] == b'data: {"n":1}'
+
+
+async def test_a_compressed_stream_that_is_cut_gets_no_plain_event() -> None:
+    piece = gzip.compress(b'data: {"n":1}\n\n')[:-9]
+    head = SSE_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+    async with pair(says(head + chunk(piece))) as both:
+        answers = [await both.ask(stream=True) for _ in range(2)]
+        (bad,) = [each for each in answers if each.replica == both.bad.name]
+        assert (bad.body, bad.whole) == (piece, False)
+
+
+async def test_a_stream_of_known_length_arrives_whole() -> None:
+    events = b'data: {"n":1}\n\ndata: [DONE]\n\n'
+    head = SSE_HEAD.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(events))
+    async with pair(says(head + events, then="silence")) as both:
+        answers = [await both.ask(stream=True) for _ in range(2)]
+        (whole,) = [each for each in answers if each.replica == both.bad.name]
+        assert whole.complete and whole.body == events, f"{whole}"
+
+
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+async def test_an_answer_without_a_body_may_state_a_length(status: str) -> None:
+    """A 304 says how long the body would be; the next answer on the connection is read right."""
+    bare = f"HTTP/1.1 {status}\r\ncontent-length: 99\r\n\r\n".encode()
+    answers = iter([bare, json_answer({"next": True})])
+
+    async def script(seen: Seen, reader: Reader, writer: Writer) -> None:
+        writer.write(next(answers))
+
+    async with scripted(script) as (replica,), running_gateway(replica) as running:
+        async with await Wire.to(running.port) as wire:
+            wire.send(post(chat_body(model=MODEL)))
+            first = await wire.answer(head_only=True)
+            assert first.status == int(status[:3]) and not first.closes
+            wire.send(post(chat_body(model=MODEL)))
+            assert json.loads((await wire.answer()).body) == {"next": True}
 
 
 CUT_BODIES = {

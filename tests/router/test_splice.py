@@ -80,3 +80,22 @@ def test_long_values_are_passed_over_quickly() -> None:
     tokens = sum(1 for _ in members(body))
     assert tokens == 3
     assert splice(body, {"model": b'"b"'}) == body.replace(b'"model":"a"', b'"model":"b"')
+
+
+def test_what_stands_between_brackets_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.splice.MAX_STEPS", 20)
+    many = b",".join([b'"a\\"]"', b"1", b'"{"'] * 100_000)
+    body = b'{"stop":[[' + many + b'],[]],"model":"a"}'
+    assert splice(body, {"model": b'"b"'}) == body.replace(b'"model":"a"', b'"model":"b"')
+
+
+@pytest.mark.parametrize("filler", [b'"a":1', b'"a":[[],[]]', b'"a":{"b":{}}'])
+def test_a_body_that_would_hold_everybody_up_is_refused(
+    filler: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.splice.MAX_STEPS", 300)
+    small = b"{" + b",".join([filler] * 20) + b',"model":"a"}'
+    assert splice(small, {"model": b'"b"'}) == small.replace(b'"model":"a"', b'"model":"b"')
+    large = b"{" + b",".join([filler] * 100) + b',"model":"a"}'
+    with pytest.raises(InvalidRequest, match="name the model itself"):
+        splice(large, {"model": b'"b"'})

@@ -509,3 +509,13 @@ async def test_a_long_prompt_holds_nobody_up() -> None:
             assert 'kvroute_prompts_total{source="none"} 1.0' in metrics
             # Tokenizing it takes over a second; parsing and sending it are what is left.
             assert slowest < 0.5
+
+
+@pytest.mark.parametrize(("numbers", "source"), [(1_000, "given"), (5_000_000, "none")])
+async def test_token_ids_that_no_engine_takes_are_not_hashed(numbers: int, source: str) -> None:
+    body = b'{"model":"sim","prompt":[' + b"1," * numbers + b"1]}"
+    async with scripted(answer_ok) as (replica,), running_gateway(replica) as running:
+        assert (await running.post(body, path="/v1/completions")).status_code == 200
+        assert replica.seen[0].body == body
+        metrics = (await running.client.get("/metrics")).text
+        assert f'kvroute_prompts_total{{source="{source}"}} 1.0' in metrics
