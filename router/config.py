@@ -53,6 +53,9 @@ def _secret(given: SecretStr | None) -> SecretStr | None:
     return SecretStr(text)
 
 
+_PRINTABLE = re.compile(r"[\x21-\x7e]*")
+
+
 class KvEventsConfig(BaseModel):
     """Where one data-parallel rank of a replica publishes its KV events.
 
@@ -109,6 +112,12 @@ class ReplicaConfig(BaseModel):
             raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000")
         if parts.query or parts.fragment or parts.username:
             raise ValueError("a base URL has no query, fragment or user")
+        if not _PRINTABLE.fullmatch(parts.netloc + parts.path):
+            raise ValueError(f"{url!r} has characters that no header can carry; encode them")
+        try:
+            parts.hostname.encode("idna")
+        except UnicodeError:
+            raise ValueError(f"{parts.hostname!r} is no host name") from None
         _ = parts.port  # raises ValueError when out of range
         return url.rstrip("/")
 

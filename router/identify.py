@@ -20,13 +20,14 @@ from router.replicas import Replica
 from router.templating import Limits
 from router.tokenizing import ModelTokenizer
 from router.upstream import Headers
-from router.wire import header
+from router.wire import header, read_answer
 
 INLINE_BYTES = 64 << 10
 """Bodies up to this are tokenized at once: some ten milliseconds of new text at the most."""
 INLINE_LIMITS = Limits(cpu_s=0.05, chars=4 * INLINE_BYTES)
 """Of a rendering that everybody else waits for."""
 MAX_BODY_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 16 << 20
 MAX_MESSAGES = 10_000
 """Beyond these a prompt is placed on load alone: no engine takes one of that size, and even to hash
 token ids that are given would hold everybody up."""
@@ -143,8 +144,10 @@ class Identifier:
         authorization = header(headers, b"authorization") or replica.authorization
         if authorization is not None:
             sent["authorization"] = authorization.decode("latin-1")
-        answer = await self._client.post(
-            f"{replica.url}/tokenize", content=orjson.dumps(call), headers=sent
-        )
-        answer.raise_for_status()
-        return pack_tokens(orjson.loads(answer.content)["tokens"])
+        url = f"{replica.url}/tokenize"
+        async with self._client.stream(
+            "POST", url, content=orjson.dumps(call), headers=sent
+        ) as answer:
+            answer.raise_for_status()
+            content = await read_answer(answer, MAX_ANSWER_BYTES)
+        return pack_tokens(orjson.loads(content)["tokens"])

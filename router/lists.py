@@ -19,12 +19,13 @@ from router.errors import InvalidRequest, NoReplica, NotFound
 from router.owners import Owners
 from router.replicas import Fleet, Replica
 from router.upstream import Headers
-from router.wire import forwarded, upstream_headers
+from router.wire import forwarded, read_answer, upstream_headers
 
 LIST_TIMEOUT_S = 10.0
 PAGE_OBJECTS = 100
 MAX_OBJECTS = 10_000
 """Of one replica; it is what OpenAI gives as the most files of one page."""
+MAX_PAGE_BYTES = 16 << 20
 LEARNED_OBJECTS = 1000
 LEARN_S = 0.5
 _OWN = frozenset({b"accept-encoding"})
@@ -122,16 +123,16 @@ class ObjectLists:
         asked += [("after", after)] if after else []
         query = "&".join(f"{quote(name, '')}={quote(value, '')}" for name, value in asked)
         sent = upstream_headers(headers, replica.netloc, request_id.encode(), None)
-        answer = await self._client.get(
-            f"{replica.url}{question.path}?{query}", headers=forwarded(sent, _OWN)
-        )
-        if answer.status_code in (404, 405, 501):
-            return None
+        url = f"{replica.url}{question.path}?{query}"
+        async with self._client.stream("GET", url, headers=forwarded(sent, _OWN)) as answer:
+            if answer.status_code in (404, 405, 501):
+                return None
+            content = await read_answer(answer, MAX_PAGE_BYTES)
         if answer.status_code in (400, 422):
-            message = f"Replica {replica.name!r} refused the list: {answer.text[:300]}"
-            raise InvalidRequest(message)
+            text = content[:300].decode("utf-8", "replace")
+            raise InvalidRequest(f"Replica {replica.name!r} refused the list: {text}")
         answer.raise_for_status()
-        listed = orjson.loads(answer.content)
+        listed = orjson.loads(content)
         return {**listed, "data": [each for each in listed["data"] if isinstance(each, dict)]}
 
     async def _learn(self, parts: Sequence[Part], page: Sequence[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from router.prompt import Request, load_object, parse_request
 from router.replicas import Fleet, Replica
 from router.routes import Kind
 from router.splice import splice
-from router.upload import Upload, read_form
+from router.upload import GATHER_S, Upload, read_form
 from router.wire import header, read_body
 
 OWNING_FIELDS = ("previous_response_id", "input_file_id")
@@ -92,7 +92,8 @@ class Planner:
         route = call.route
         limit = self._settings.max_body_bytes
         if route.kind is Kind.UPLOAD and call.method == "POST":
-            upload = await read_form(call.headers, call.receive, max_bytes=limit)
+            gather_s = min(GATHER_S, self._settings.body_timeout_s / 4)
+            upload = await read_form(call.headers, call.receive, max_bytes=limit, gather_s=gather_s)
             arrived(call)
             return await self._plan_upload(call, upload)
         body = await read_body(call.headers, call.receive, max_bytes=limit)

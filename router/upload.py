@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from router.errors import (
@@ -28,8 +29,16 @@ class Upload(NamedTuple):
     complete: bool
 
 
-async def read_form(headers: Headers, receive: Receive, *, max_bytes: int) -> Upload:
-    """Read until the form's `model` field has arrived, or all of it.
+GATHERED_BYTES = 4 << 20
+GATHER_S = 1.0
+"""A form of no more, that arrives in no longer, is sent once it is whole: a replica that dies then
+costs nothing, as the form can be sent again, and an engine begins with a whole form in any case."""
+
+
+async def read_form(
+    headers: Headers, receive: Receive, *, max_bytes: int, gather_s: float = GATHER_S
+) -> Upload:
+    """Read until the form's `model` field has arrived, or all of it; a small one to its end.
 
     Raises InvalidRequest for what is no form, BodyTooLarge, UnsupportedEncoding, ClientGone.
     """
@@ -50,7 +59,20 @@ async def read_form(headers: Headers, receive: Receive, *, max_bytes: int) -> Up
         searched = len(buffer)
         if found or not more:
             model = found.group(1).decode("utf-8", "replace") if found else None
+            if more and declared is not None and int(declared) <= GATHERED_BYTES:
+                more = await _gather(receive, buffer, gather_s)
             return Upload(model, bytes(buffer), not more)
+
+
+async def _gather(receive: Receive, buffer: bytearray, gather_s: float) -> bool:
+    """Read on for a moment; whether more will follow. Its length has been declared: no bound."""
+    more = True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(gather_s):
+            while more:
+                part, more = await next_part(receive)
+                buffer += part
+    return more
 
 
 def _model_field(content_type: bytes) -> re.Pattern[bytes]:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from random import getrandbits
 from typing import Any
 
+import httpx
 from xxhash import xxh3_128_hexdigest
 
 from router.encoding import decoder_for
@@ -122,6 +123,16 @@ async def read_body(headers: Headers, receive: Receive, *, max_bytes: int) -> by
     if decoder is not None:
         decoder.end()
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_answer(answer: httpx.Response, max_bytes: int) -> bytes:
+    """The body of a replica's answer to a question of ours. Raises ValueError past the bound."""
+    content = bytearray()
+    async for part in answer.aiter_bytes():
+        content += part
+        if len(content) > max_bytes:
+            raise ValueError(f"an answer of more than {max_bytes} bytes")
+    return bytes(content)
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

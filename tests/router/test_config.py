@@ -39,6 +39,11 @@ def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"replicas": REPLICA, "prot": 1}, "prot: .*no such setting"),
         ({"replicas": [{"url": "a:8000"}]}, "replicas.0.url: 'a:8000' is not a base URL"),
         ({"replicas": [{"url": "http://a:x"}]}, "replicas.0.url: "),
+        ({"replicas": ["http://a b:1"]}, "replicas.0.url: 'http://a b:1' has characters"),
+        ({"replicas": ["http://a:1/b c"]}, "replicas.0.url: 'http://a:1/b c' has characters"),
+        ({"replicas": ["http://a\x0b:1"]}, "has characters that no header can carry"),
+        ({"replicas": ["http://a..b:1"]}, "replicas.0.url: 'a..b' is no host name"),
+        ({"replicas": [f"http://{'a' * 64}:1"]}, "is no host name"),
         (
             {"replicas": [{"url": "http://a", "kv_events": [{"rank": -1}]}]},
             "replicas.0.kv_events.0.rank",

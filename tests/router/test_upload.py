@@ -164,6 +164,35 @@ async def test_a_replica_that_does_not_read_a_long_request_is_given_up_for_anoth
     await other.stop()
 
 
+async def test_a_small_form_in_pieces_is_sent_again_when_its_replica_dies() -> None:
+    async def closes(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read(len(FIELD))
+        writer.transport.abort()
+        raise ConnectionError
+
+    served = Received()
+    bad, good = Form(closes), Form(served)
+    await bad.start()
+    await good.start()
+    async with running_gateway(bad, good) as running:
+        for _ in range(2):
+            served.body = b""
+            async with await Wire.to(running.port) as wire:
+                size = len(FIELD) + 200_000
+                wire.send(head(KIND, LENGTH % size, target=PATH) + FIELD)
+                for _ in range(4):
+                    await asyncio.sleep(0.02)
+                    wire.send(b"x" * 50_000)
+                answer = await wire.answer()
+                assert (answer.status, json.loads(answer.body)) == (200, {"bytes": size})
+            assert served.body == FIELD + b"x" * 200_000
+        assert bad.seen
+    await bad.stop()
+    await good.stop()
+
+
 @pytest.mark.parametrize(
     ("path", "code", "again"),
     [
