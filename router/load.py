@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from cache_index.flights import Flight
+from router.pace import Pace
 from router.prefill import PrefillCost, PrefillModel
 
 PRIOR_FIXED_S = 0.005
@@ -57,6 +58,7 @@ class Ticket:
     __slots__ = (
         "_load",
         "computed_tokens",
+        "counted_tokens",
         "flight",
         "generation",
         "placed_at_s",
@@ -70,6 +72,7 @@ class Ticket:
         self.generation = 0
         self.uncached_tokens = uncached_tokens
         self.computed_tokens = uncached_tokens
+        self.counted_tokens = 0
         self.remaining_tokens = uncached_tokens
         self.streaming = streaming
         self.placed_at_s = 0.0
@@ -123,12 +126,14 @@ class RankLoad:
         self.queued_tokens = 0
         self._pending: dict[Ticket, None] = {}
         self._done_at_s = 0.0
-        self._last_first_token_s = 0.0
+        self._pace = Pace(self._learn)
         self._clock = clock
 
     @property
     def prefill(self) -> PrefillCost:
         """What a prefill is known to cost here."""
+        if self._pace.open:
+            self._pace.settle(self._clock())
         return self._model.cost
 
     def take(self, uncached_tokens: int, streaming: bool) -> Ticket:
@@ -161,10 +166,11 @@ class RankLoad:
             return
         now = self._clock()
         if ticket.streaming:
-            self._learn(ticket, now)
+            self._ended(ticket, now)
+        else:
+            self._pace.skip(now)
         self._forget_unstreamed_before(ticket)
         self._forget(ticket)
-        self._last_first_token_s = now
         self._reschedule(now)
 
     def _forget_unstreamed_before(self, ticket: Ticket) -> None:
@@ -179,17 +185,20 @@ class RankLoad:
     def _computed(self, ticket: Ticket, remaining_tokens: int) -> None:
         if ticket not in self._pending:
             return
+        now = self._clock()
         if remaining_tokens <= 0 and not ticket.streaming:
-            now = self._clock()
-            self._learn(ticket, now)
-            self._last_first_token_s = now
+            self._ended(ticket, now)
             self._forget(ticket)
         else:
             # A streamed answer's first token tells the end best.
             remaining = max(1, remaining_tokens)
             self.queued_tokens -= ticket.remaining_tokens - remaining
             ticket.remaining_tokens = remaining
-        self._reschedule(self._clock())
+            done = ticket.computed_tokens - remaining
+            if done > ticket.counted_tokens:
+                self._pace.computed(done - ticket.counted_tokens)
+                ticket.counted_tokens = done
+        self._reschedule(now)
 
     def _forget(self, ticket: Ticket) -> None:
         del self._pending[ticket]
@@ -201,11 +210,14 @@ class RankLoad:
         """The queue as it is now known: exactly the pending tokens remain."""
         self._done_at_s = now + self.queued_tokens * self._model.cost.s_per_token
 
-    def _learn(self, ticket: Ticket, now: float) -> None:
-        served_s = now - max(ticket.placed_at_s, self._last_first_token_s)
-        if served_s > 0:
-            self._model.learn(ticket.computed_tokens, served_s)
-            self._fleet_model.learn(ticket.computed_tokens, served_s)
+    def _ended(self, ticket: Ticket, now: float) -> None:
+        rest = ticket.computed_tokens - ticket.counted_tokens
+        self._pace.ended(rest, ticket.placed_at_s, now)
+
+    def _learn(self, tokens: int, seconds: float) -> None:
+        # The rank leans on what the fleet knows, this sample included.
+        self._fleet_model.learn(tokens, seconds)
+        self._model.learn(tokens, seconds)
 
 
 class FleetLoad:

@@ -17,6 +17,12 @@ PRIOR_TOKENS = (128.0, 4096.0)
 PRIOR_WEIGHT = 1.0
 BOUND = 4.0
 """A sample counts for at most this many times what was predicted, and at least its inverse."""
+YOUNG = 4
+"""Samples that must have been within `BOUND` in a row before one that is not counts as an outlier.
+Until then it is the estimate that is wrong, such as a configured rate that never was true.
+"""
+MAX_FIXED_SHARE = 0.8
+"""Of a mean prefill. More is what noise says: then tokens would cost nothing, queues with them."""
 
 
 class PrefillCost(NamedTuple):
@@ -54,6 +60,7 @@ class PrefillModel:
         self._fleet = prior if isinstance(prior, PrefillModel) else None
         self._fitted = prior if isinstance(prior, PrefillCost) else None
         self._sums = _Sums()
+        self._agreed = 0
 
     @property
     def cost(self) -> PrefillCost:
@@ -68,6 +75,11 @@ class PrefillModel:
         present = self.cost
         # A rank leans on the fleet, the fleet on its own last estimate.
         prior = self._fleet.cost if self._fleet is not None else present
+        off = seconds / present.seconds(tokens)
+        if self._agreed < YOUNG and not 1 / BOUND <= off <= BOUND:
+            present = prior = PrefillCost(present.fixed_s * off, present.s_per_token * off)
+            self._sums, self._agreed = _Sums(), 0
+        self._agreed += 1
         predicted = present.seconds(tokens)
         bounded = min(max(seconds, predicted / BOUND), predicted * BOUND)
         self._sums = self._sums.faded().with_sample(tokens, bounded, predicted**-2)
@@ -81,12 +93,12 @@ class PrefillModel:
 
 
 def _line(sums: _Sums) -> PrefillCost:
-    """The line of least squared error with no negative part."""
+    """The line of least squared error, with no negative part and no more than a share fixed."""
     slope = (sums.w * sums.xy - sums.x * sums.y) / (sums.w * sums.xx - sums.x * sums.x)
     fixed = (sums.y - slope * sums.x) / sums.w
     if fixed < 0:
         return PrefillCost(0.0, sums.xy / sums.xx)
-    if slope <= 0:
-        # Longer prompts were not slower: all of it is fixed, and a token costs next to nothing.
-        return PrefillCost(sums.y / sums.w, 1e-9)
+    mean_s, mean_tokens = sums.y / sums.w, sums.x / sums.w
+    if fixed > MAX_FIXED_SHARE * mean_s:
+        return PrefillCost(MAX_FIXED_SHARE * mean_s, (1 - MAX_FIXED_SHARE) * mean_s / mean_tokens)
     return PrefillCost(fixed, slope)

@@ -34,9 +34,28 @@ def test_before_the_first_sample_the_prior_holds_even_while_it_learns() -> None:
 
 def test_one_outlier_counts_four_times_the_prediction_at_most() -> None:
     wild, bounded = PrefillModel(PRIOR), PrefillModel(PRIOR)
+    for model in (wild, bounded):
+        for _ in range(5):
+            model.learn(1000, PRIOR.seconds(1000))
     wild.learn(1000, 1e6)
     bounded.learn(1000, 4 * PRIOR.seconds(1000))
-    assert wild.cost == bounded.cost
+    assert wild.cost == pytest.approx(bounded.cost)
+
+
+@pytest.mark.parametrize("off", [0.02, 40.0])
+def test_a_prior_that_never_was_true_is_left_with_the_first_sample(off: float) -> None:
+    model = PrefillModel(PRIOR)
+    model.learn(500, PRIOR.seconds(500) * off)
+    assert model.cost.seconds(500) == pytest.approx(PRIOR.seconds(500) * off, rel=0.01)
+    assert model.cost.seconds(2000) > 3 * model.cost.seconds(500)
+
+
+def test_a_slow_first_answer_is_forgotten_with_the_next() -> None:
+    model = PrefillModel(PRIOR)
+    model.learn(500, 30.0)
+    for _ in range(3):
+        model.learn(500, PRIOR.seconds(500))
+    assert model.cost.seconds(500) == pytest.approx(PRIOR.seconds(500), rel=0.05)
 
 
 def test_samples_of_one_length_still_give_a_line() -> None:
