@@ -52,7 +52,6 @@ def receipt(whole: Whole, request_id: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_foretold_is_done_and_the_engine_agrees(whole: Whole, stream: bool) -> None:
     usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    where = set()
     for conversation in range(6):
         text = f"conversation {conversation} {stream}: "
         known = 0
@@ -83,9 +82,7 @@ def test_what_is_foretold_is_done_and_the_engine_agrees(whole: Whole, stream: bo
             assert len(done["candidates"]) == 4
             # The next turn goes on where the template's last tokens stand now.
             known = (happened["prompt_tokens"] - 16) // 16 * 16
-            where.add((happened["replica"], happened["rank"]))
         assert matched > 0
-    assert len(where) > 1
 
 
 def test_a_killed_replica_is_in_the_receipt_of_the_request_it_cost_a_retry(

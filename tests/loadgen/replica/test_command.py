@@ -1,6 +1,9 @@
 import asyncio
+import contextlib
 import json
+import random
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -65,10 +68,22 @@ async def test_problems_are_one_line_and_an_exit_code() -> None:
     assert error.count(b"\n") == 1
 
 
+def two_ports() -> int:
+    """The first of two free ports in a row, below those that the kernel gives to anybody."""
+    drawn = random.Random()
+    while True:
+        first = drawn.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in (first, first + 1):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
 async def test_ports_can_be_chosen_and_taken_ones_are_named() -> None:
-    async with running() as (process, line):
+    taken = str(two_ports())
+    async with running("--kv-port", taken) as (process, line):
         replica = line["replicas"][0]
-        taken = replica["kv_events"][0].rpartition(":")[2]
+        assert replica["kv_events"][0].rpartition(":")[2] == taken
         other = await asyncio.create_subprocess_exec(
             *COMMAND, "--kv-port", taken, stderr=asyncio.subprocess.PIPE
         )
