@@ -123,7 +123,8 @@ def _pool_unsalted(facts: ReplicaFacts) -> Finding:
         Severity.NOTE,
         facts.name,
         "a salted prompt's blocks in the pool were announced without their salt",
-        "the pool is credited to tenants who will miss there; the replica's own cache is not",
+        "taken at its word it would draw tenants where they miss; so while salts are in use, what "
+        "it announces counts for nothing",
         "nothing to set in LMCache 0.5; do not count on the pool for salted requests",
     )
 
