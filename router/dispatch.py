@@ -173,12 +173,28 @@ class Dispatcher:
     async def _send_on(
         self, call: Call, exchange: Exchange, plan: Plan, replica: Replica, *, chunked: bool
     ) -> None:
-        """The rest of a form, as it arrives. Raises BodyTimeout, BodyTooLarge, TimeoutError."""
+        """The rest of a form, as it arrives; a replica that is found down is not waited for.
+
+        Raises BodyTimeout, BodyTooLarge, TimeoutError, UpstreamUnavailable.
+        """
         limits = self._settings
         size, sent = limits.max_body_bytes, len(plan.body)
         rest = rest_of(call.receive, sent, size, limits.body_timeout_s)
+        heard = replica.pool.heard
+
+        def look() -> None:
+            nonlocal heard
+            if not replica.ready:
+                raise UpstreamUnavailable(f"it reads nothing and is down: {replica.reason}")
+            if replica.pool.heard == heard:
+                replica.doubt()
+            heard = replica.pool.heard
+
+        idle_s = limits.idle_timeout_s
         try:
-            await exchange.send_on(rest, chunked=chunked, idle_s=limits.idle_timeout_s)
+            await exchange.send_on(
+                rest, chunked=chunked, idle_s=idle_s, look=look, look_s=LOOK_UP_S
+            )
         except TimeoutError:
             replica.report(Outcome.TIMEOUT)
             raise

@@ -242,7 +242,7 @@ class Prober:
     async def _sleeping(self, replica: Replica, watch: _Watch, *, learn: bool) -> bool:
         """Asked each time where the engine can be put to sleep over HTTP, else now and then."""
         if learn or (replica.sleeping and not watch.dev_mode):
-            with contextlib.suppress(TimeoutError, UpstreamError):
+            with contextlib.suppress(TimeoutError, UpstreamError, ProbeFailed):
                 replica.engine_load = await self._gauges(replica)
         if watch.dev_mode:
             return is_sleeping(await ask_optional(replica, "/is_sleeping", self._limit_s))

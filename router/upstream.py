@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -101,17 +101,31 @@ class Exchange(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))
 
-    async def send_on(self, parts: AsyncIterator[bytes], chunked: bool, idle_s: float) -> None:
+    async def send_on(
+        self,
+        parts: AsyncIterator[bytes],
+        *,
+        chunked: bool,
+        idle_s: float,
+        look: Callable[[], None],
+        look_s: float,
+    ) -> None:
         """Write the rest of a body as it arrives, unless the replica answers before its end.
 
-        Raises what `parts` raises; TimeoutError when the replica reads nothing for `idle_s`.
+        `look` is called each `look_s` while the replica reads nothing. Raises what it and `parts`
+        raise; TimeoutError when the replica reads nothing for `idle_s`.
         """
         self._sent = False
         self._enough = self.loop.create_future()
         while not self._enough.done():
-            if self._drain is not None:
-                async with asyncio.timeout(idle_s):
-                    await self._drain
+            end_s = self.loop.time() + idle_s
+            while self._drain is not None:
+                left_s = end_s - self.loop.time()
+                if left_s <= 0:
+                    raise TimeoutError("the replica reads nothing")
+                done, _ = await asyncio.wait((self._drain,), timeout=min(left_s, look_s))
+                if not done:
+                    look()
             part = await self._unless_enough(parts)
             if self._transport is None or self._closed or self._head is not None:
                 return

@@ -157,6 +157,7 @@ async def _replays(context: Context, spec: SourceSpec, limit_s: float) -> bool:
                 frames = await dealer.recv_multipart()
                 if END_OF_REPLAY in frames[-2:]:
                     return True
+                await asyncio.sleep(0)  # as below; the deadline would not be seen either
     except (TimeoutError, zmq.ZMQError):
         return False
     finally:
@@ -166,3 +167,4 @@ async def _replays(context: Context, spec: SourceSpec, limit_s: float) -> bool:
 async def _receive(socket: zmq.asyncio.Socket, rank: int, ears: Ears) -> None:
     while True:
         ears.take(rank, await socket.recv_multipart())
+        await asyncio.sleep(0)  # what is there is had without waiting: others want their turn

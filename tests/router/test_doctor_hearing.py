@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
+
+import zmq
+import zmq.asyncio
 
 from cache_index.blocks import pack_tokens
 from cache_index.events import BlockRemoved, BlockStored, EventBatch
 from router.doctor.hearing import hear
-from router.doctor.listening import Message
+from router.doctor.listening import Ears, Message, _receive
 
 IDS = tuple(range(100, 164))
 
@@ -69,3 +74,24 @@ def test_a_pool_that_drops_the_salt_is_noticed() -> None:
     heard = hear([said(own, kept)], 0, "s", [IDS])
     assert heard is not None and not heard.pool_unsalted
     assert heard.tokens == IDS
+
+
+async def test_a_flood_of_events_leaves_the_loop_to_others() -> None:
+    """Messages that have arrived are had without waiting, so that a flood would never yield."""
+    with zmq.asyncio.Context() as context:
+        with context.socket(zmq.PUSH) as flood, context.socket(zmq.PULL) as socket:
+            socket.connect(f"tcp://127.0.0.1:{flood.bind_to_random_port('tcp://127.0.0.1')}")
+            for _ in range(500):
+                await flood.send_multipart([b"", b"", b"x"])
+            await socket.poll(5000)
+            await asyncio.sleep(0.2)
+            ears = Ears()
+            listening = asyncio.create_task(_receive(socket, 0, ears))
+            await asyncio.sleep(0)
+            assert ears.unreadable == 1
+            async with asyncio.timeout(5):
+                while ears.unreadable < 500:
+                    await asyncio.sleep(0.01)
+            listening.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await listening

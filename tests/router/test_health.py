@@ -26,6 +26,7 @@ from router.engines import (
     sglang_publishers,
 )
 from router.health import Prober
+from router.probe import MAX_ANSWER_BYTES
 from router.replicas import Fleet, Replica
 from tests.router.support import (
     ScriptedReplica,
@@ -163,6 +164,14 @@ async def test_a_vllm_replica_signs_its_models() -> None:
         async with running_gateway(replica) as running:
             ready = (await running.client.get("/readyz")).json()["replicas"][replica.name]
             assert (ready["kind"], ready["engine_waiting"], ready["state"]) == ("vllm", 7, "up")
+
+
+async def test_gauges_without_end_take_no_replica_out() -> None:
+    async with scripted(answer_ok) as (replica,):
+        replica.gets["/metrics"] = text_answer("x" * (MAX_ANSWER_BYTES + 1))
+        async with running_gateway(replica, probe_interval_s=30) as running:
+            ready = (await running.client.get("/readyz")).json()["replicas"][replica.name]
+            assert (ready["state"], ready["engine_running"]) == ("up", None)
 
 
 @pytest.mark.parametrize("dev_mode", [True, False])

@@ -135,6 +135,31 @@ async def test_a_replica_that_does_not_read_a_form_is_a_504_within_its_idle_limi
     await replica.stop()
 
 
+async def test_a_form_does_not_wait_for_a_replica_that_is_found_down() -> None:
+    """Nor does its load: while nobody reads, a client's leaving is not noticed."""
+    stopped = asyncio.Event()
+
+    async def deaf(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        hung.health = "503 Service Unavailable"
+        await stopped.wait()
+        raise ConnectionError
+
+    hung = Form(deaf)
+    await hung.start()
+    async with running_gateway(hung, idle_timeout_s=600, request_timeout_s=600) as running:
+        async with await Wire.to(running.port) as wire:
+            size = 40 << 20  # more than the sockets between them hold
+            wire.send(head(KIND, LENGTH % size, target=PATH) + FIELD)
+            wire.send(b"x" * (size - len(FIELD)))
+            answer = await wire.answer()
+            assert (answer.status, answer.code) == (503, "no_replica")
+            assert b"is down" in answer.body and b"Send it again" in answer.body
+            await running.becomes_idle()
+        stopped.set()
+    await hung.stop()
+
+
 async def test_a_replica_that_does_not_read_a_long_request_is_given_up_for_another() -> None:
     """The limits of a late answer hold from the first byte on, not once all has been read."""
     stopped = asyncio.Event()
