@@ -36,9 +36,9 @@ def _examined(facts: Sequence[ReplicaFacts]) -> Table:
     for each in facts:
         reached = [str(one.rank) for one in each.publishers if one.connected]
         table.add_row(
-            escape(each.name),
-            "not reached" if each.trouble else escape(f"{each.kind} {each.version or ''}".strip()),
-            escape(each.model),
+            _shown(each.name),
+            "not reached" if each.trouble else _shown(f"{each.kind} {each.version or ''}".strip()),
+            _shown(each.model),
             str(each.block_tokens or ""),
             ", ".join(reached) or ("" if each.trouble else "none"),
             _reuse(each.probe),
@@ -59,13 +59,13 @@ def _reuse(probe: Probe | None) -> str:
 def _wrong(finding: Finding, console: Console) -> None:
     """One finding. What is to be typed is not broken into lines, so that it can be copied."""
     colour = COLOURS[finding.severity]
-    head = f"[bold {colour}]{finding.severity}[/] [bold]{finding.code}[/] {escape(finding.replica)}"
+    head = f"[bold {colour}]{finding.severity}[/] [bold]{finding.code}[/] {_shown(finding.replica)}"
     console.print(head, highlight=False)
     words = Table.grid(padding=(0, 2))
-    words.add_row("  seen", escape(finding.seen))
-    words.add_row("  why", escape(finding.why))
+    words.add_row("  seen", _shown(finding.seen))
+    words.add_row("  why", _shown(finding.why))
     console.print(words, highlight=False)
-    console.print(f"  mend  {escape(finding.mend)}\n", soft_wrap=True, highlight=False)
+    console.print(f"  mend  {_shown(finding.mend)}\n", soft_wrap=True, highlight=False)
 
 
 def _sentence(facts: Sequence[ReplicaFacts], found: Sequence[Finding], *, passive: bool) -> str:
@@ -80,3 +80,8 @@ def _sentence(facts: Sequence[ReplicaFacts], found: Sequence[Finding], *, passiv
 
 def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _shown(text: str) -> str:
+    """What a replica may have said: shown, and never obeyed by a terminal."""
+    return escape("".join(each if each.isprintable() or each == "\n" else "?" for each in text))

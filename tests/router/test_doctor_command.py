@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.router.simulated import FOLDER, Start, declared, language, starting
+from tests.router.support import answer_ok, json_answer, scripted
 
 
 @pytest.fixture
@@ -58,6 +59,14 @@ async def test_what_is_wrong_and_how_to_mend_it(start: Start) -> None:
     ]
     assert said["findings"][0].keys() == {"code", "severity", "replica", "seen", "why", "mend"}
     assert said["replicas"][0]["block_tokens"] == 16
+
+
+async def test_what_a_replica_says_is_not_obeyed_by_the_terminal() -> None:
+    async with scripted(answer_ok) as (replica,):
+        replica.gets["/version"] = json_answer({"version": "0.32.0\x1b]0;x\x07 [red]"})
+        status, out, error = await doctor(replica.url, "--passive")
+        assert status == 1 and "0.32.0?]0;x? [red]" in out
+        assert "\x1b" not in out + error and "\x07" not in out + error
 
 
 async def test_it_reads_the_settings_of_serve(start: Start, tmp_path: Path) -> None:
