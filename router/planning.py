@@ -36,6 +36,10 @@ OWNING_FIELDS = ("previous_response_id", "input_file_id")
 """Fields that name an object another request has made: the request belongs with its owner."""
 
 
+FORM_BYTES_PER_TOKEN = 512
+"""Speech is no text: an engine makes some 50 positions of a second, which is 16 to 32 kB of it."""
+
+
 class Pin(NamedTuple):
     """The replica, and perhaps the rank, that a request insists on, and by what."""
 
@@ -147,7 +151,9 @@ class Planner:
         self.candidates(model, only.replica if only else None)
         if upload.complete:
             call.watch()
-        plan = self._made(call, model, upload.buffered, only, None, NO_MATCH, False)
+        guessed = Prompt(model or "", "", None, len(upload.buffered) // FORM_BYTES_PER_TOKEN)
+        plan = self._made(call, model, upload.buffered, only, guessed, NO_MATCH, False)
+        plan = plan._replace(generates=False)
         return plan._replace(upload=upload, repeatable=plan.repeatable and upload.complete)
 
     def _made(

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from router.planning import FORM_BYTES_PER_TOKEN
 from tests.router.raw import Wire, head
 from tests.router.support import (
     ScriptedReplica,
@@ -19,6 +20,7 @@ PATH = b"/v1/audio/transcriptions"
 KIND = b"content-type: multipart/form-data; boundary=b"
 FIELD = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nsim\r\n--b\r\n'
 LENGTH = b"content-length: %d"
+QUEUED = "kvroute_queued_prefill_tokens{"
 
 
 class Form(ScriptedReplica):
@@ -187,6 +189,32 @@ async def test_a_replica_that_does_not_read_a_long_request_is_given_up_for_anoth
         await running.becomes_idle()
     await hung.stop()
     await other.stop()
+
+
+async def test_bytes_of_speech_are_not_counted_as_text() -> None:
+    """300 kB would be 75,000 tokens of a prompt: nothing else would be sent there for long."""
+    go_on = asyncio.Event()
+
+    async def waits(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(int(seen.header("content-length") or 0))
+        await go_on.wait()
+        writer.write(json_answer({"ok": True}))
+
+    replica = Form(waits)
+    await replica.start()
+    async with running_gateway(replica) as running, await Wire.to(running.port) as wire:
+        wire.send(head(KIND, LENGTH % 300_000, target=PATH) + FIELD)
+        wire.send(b"x" * (300_000 - len(FIELD)))
+        async with asyncio.timeout(5):
+            while not replica.seen:
+                await asyncio.sleep(0.01)
+        text = (await running.client.get("/metrics")).text
+        (queued,) = [each for each in text.splitlines() if each.startswith(QUEUED)]
+        assert float(queued.rpartition(" ")[2]) == 300_000 // FORM_BYTES_PER_TOKEN
+        go_on.set()
+        assert (await wire.answer()).status == 200
+        await running.becomes_idle()
+    await replica.stop()
 
 
 async def test_a_small_form_in_pieces_is_sent_again_when_its_replica_dies() -> None:
