@@ -42,6 +42,9 @@ def admin_routes(
         config = await _read_config(request, settings)
         if config.name in fleet.replicas:
             raise ReplicaExists(config.name)
+        for each in fleet.replicas.values():
+            if each.url == config.url:  # two names would count its load and its cache twice
+                raise ReplicaExists(each.name, each.url)
         replica = make(config)
         fleet.add(replica)
         return _state(replica)

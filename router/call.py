@@ -73,6 +73,7 @@ class Call:
         "headers",
         "is_events",
         "method",
+        "model",
         "object_id",
         "on_trial",
         "path",
@@ -121,6 +122,7 @@ class Call:
         self.expired: RequestError | None = None
         # What a receipt says besides.
         self.plan: Plan | None = None
+        self.model: str | None = None
         self.attempts: tuple[Attempt, ...] = ()
         self.on_trial = False
         self.routing_s = 0.0

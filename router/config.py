@@ -300,6 +300,10 @@ class Settings(BaseSettings):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"replicas: the name {twice[0]!r} is used more than once")
+        urls = [replica.url for replica in self.replicas]
+        same = sorted({url for url in urls if urls.count(url) > 1})
+        if same:
+            raise ValueError(f"replicas: {same[0]} is given more than once; one engine, one name")
         return self
 
     @model_validator(mode="after")

@@ -55,6 +55,8 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -241,9 +243,12 @@ class ReplicaExists(RequestError):
     type = "invalid_request_error"
     code = "replica_exists"
 
-    def __init__(self, name: str) -> None:
-        message = f"A replica named {name!r} exists already; remove it first, or give `name`."
-        super().__init__(message, param="name")
+    def __init__(self, name: str, url: str | None = None) -> None:
+        if url is None:
+            message = f"A replica named {name!r} exists already; remove it first, or give `name`."
+        else:
+            message = f"Replica {name!r} is at {url} already; remove it first."
+        super().__init__(message, param="name" if url is None else "url")
 
 
 class BodyTimeout(RequestError):

@@ -34,6 +34,8 @@ from router.wire import header, read_body
 
 OWNING_FIELDS = ("previous_response_id", "input_file_id")
 """Fields that name an object another request has made: the request belongs with its owner."""
+MAX_MODEL = 200
+"""Characters kept of the model that a refused request asked for; it may be anything."""
 
 
 FORM_BYTES_PER_TOKEN = 512
@@ -114,6 +116,7 @@ class Planner:
     async def _plan_generation(self, call: Call, body: bytes) -> Plan:
         request = parse_request(call.path, body)
         request, body = self._resolve(request, body)
+        call.model = request.model[:MAX_MODEL]
         only = await self._insisted(call, request.fields)
         replicas = self.candidates(request.model, only.replica if only else None)
         call.watch()
@@ -132,6 +135,7 @@ class Planner:
             request = Request(call.path, named, fields.get("stream") is True, "", fields)
             request, body = self._resolve(request, body)
             named = request.model
+            call.model = named[:MAX_MODEL]
         only = await self._insisted(call, fields)
         if call.route.kind is Kind.OTHER and named is not None and not self._fleet.known(named):
             named = None  # a field of that name may mean something else on a route we do not know
@@ -142,6 +146,7 @@ class Planner:
 
     async def _plan_upload(self, call: Call, upload: Upload) -> Plan:
         model = upload.model
+        call.model = model[:MAX_MODEL] if model is not None else None
         if model is not None and self._catalogue.target(model) is not None:
             message = f"{model!r} is an alias, which forms cannot use; name the model itself."
             raise InvalidRequest(message, param="model")
@@ -200,10 +205,24 @@ class Planner:
             return found
         if model is not None:
             self._catalogue.check(model)
+            self._check_serves(only, model)
         where = f"Replica {only!r}" if only is not None else "No replica"
         can = "cannot" if only is not None else "can"
         message = f"{where} {can} take this request now; GET /readyz says why. Try again."
         raise NoReplica(message, retry_after_s=self._fleet.retry_after_s(model, only))
+
+    def _check_serves(self, only: str | None, model: str) -> None:
+        """Another try does not help where the one replica that is meant serves other models.
+
+        Raises InvalidRequest. What a replica that is down will serve is not known.
+        """
+        replica = self._fleet.replicas.get(only) if only is not None else None
+        if replica is None or replica.state == "down" or not replica.models:
+            return
+        if model not in replica.models:
+            served = ", ".join(sorted(map(repr, replica.models)))
+            message = f"This request belongs to replica {only!r}, which serves {served} only."
+            raise InvalidRequest(f"{message} Name such a model.", param="model")
 
     def others(self, model: str | None, name: str) -> bool:
         """Whether a replica other than `name` can take a request for this model now."""

@@ -59,7 +59,7 @@ def _facts(told: Json) -> Table:
         others = f" (the latest of {many} with this id)" if many > 1 else ""
         rows.append(("request", f"{told['request_id']}{others}"))
         rows.append(("time", told["time"]))
-    rows.append(("asked", f"{asked['method']} {asked['path']}, model {asked['model']}"))
+    rows.append(("asked", f"{asked['method']} {asked['path']}, {_model(asked)}"))
     rows.append(("prompt", _prompt(asked)))
     for root in told["roots"]:
         adapter = f" + {root['adapter']}" if root["adapter"] else ""
@@ -71,8 +71,14 @@ def _facts(told: Json) -> Table:
     return _pairs(rows)
 
 
+def _model(asked: Json) -> str:
+    return f"model {asked['model']}" if asked["model"] is not None else "no model named"
+
+
 def _prompt(asked: Json) -> str:
     salted = ", salted" if asked["salt_digest"] else ""
+    if not asked["tokens_known"] and not asked["prompt_tokens"]:
+        return f"none was looked at{salted}"
     if not asked["tokens_known"]:
         return f"about {asked['prompt_tokens']:,} tokens, guessed: nothing can be matched{salted}"
     sources = {
@@ -151,7 +157,8 @@ def _outcome(told: Json) -> str:
     happened = told["outcome"]
     text = _STATES.get(told["state"], str(told["state"]))
     if happened["replica"] is not None:
-        text += f" by {happened['replica']}/{happened['rank']}"
+        text += " by" if told["state"] == "answered" else ", at"
+        text += f" {happened['replica']}/{happened['rank']}"
     if happened["status"] is not None:
         text += f", status {happened['status']}"
     if happened["error"] is not None:

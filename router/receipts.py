@@ -118,7 +118,7 @@ class Receipts:
             running,
             call.method,
             call.path[:MAX_PATH],
-            plan.model if plan else None,
+            plan.model if plan else call.model,
             self._digest(plan.prompt.salt) if plan and plan.prompt.salt else "",
             plan.prompt.source if plan else "none",
             plan.prompt.tokens if plan else 0,

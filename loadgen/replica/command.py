@@ -148,7 +148,8 @@ def replica(
         list[str] | None, Option(help="Bearer token, as the engine's --api-key; repeatable.")
     ] = None,
     faults: Annotated[
-        str, Option(help="Faults to begin with, as JSON for POST /sim/faults; see the README.")
+        str,
+        Option(help="Faults to begin with: JSON, as loadgen/replica/README.md lists them."),
     ] = "{}",
     exit_on_stdin_eof: Annotated[
         bool, Option("--exit-on-stdin-eof", help="Stop when standard input ends.")

@@ -100,6 +100,7 @@ class _Name:
         self._answer: frozenset[str] = frozenset()
         self._made: dict[str, Replica] = {}
         self._pending: asyncio.Future[Iterable[str]] | None = None
+        self._trouble = ""
 
     async def look_up(self) -> None:
         """Ask once, within the deadline, and change the fleet by the answer. Never raises."""
@@ -108,16 +109,26 @@ class _Name:
         self._pending = pending
         done, _ = await asyncio.wait({pending}, timeout=self._timeout_s)
         if not done:
-            logger.warning("looking up %s takes long; its last answer stands", self._host)
+            self._complain("takes long")
             return
         self._pending = None
         try:
             answer = frozenset(pending.result())
         except Exception as error:
-            logger.warning("looking up %s failed, its last answer stands: %s", self._host, error)
+            self._complain(f"failed: {error}")
             return
+        if self._trouble:
+            logger.info("looking up %s works again", self._host)
+            self._trouble = ""
         if answer:  # no address at all is a failure in another form
             self._follow(answer)
+
+    def _complain(self, trouble: str) -> None:
+        """A warning once, not at each look-up while it stays as it is."""
+        level = logging.DEBUG if trouble == self._trouble else logging.WARNING
+        self._trouble = trouble
+        stands = "its last answer stands" if self._answer else "it has no replicas yet"
+        logger.log(level, "looking up %s %s; %s", self._host, trouble, stands)
 
     def give_up(self) -> None:
         """At exit: a look-up that is still under way is of no use."""

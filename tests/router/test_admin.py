@@ -72,6 +72,8 @@ async def test_who_may_and_what_is_refused() -> None:
             assert (await call(running, "POST", content=b" " * 70_000)).status_code == 413
             twice = await call(running, "POST", json={"url": replica.url})
             assert (twice.status_code, twice.json()["error"]["code"]) == (409, "replica_exists")
+            again = await call(running, "POST", json={"url": replica.url, "name": "other"})
+            assert (again.status_code, again.json()["error"]["param"]) == (409, "url")
             missing = await call(running, "DELETE", f"{PATH}/nobody")
             assert missing.status_code == 404
             assert replica.name in missing.json()["error"]["message"]
@@ -157,6 +159,6 @@ async def test_force_forgets_at_once_and_lets_running_requests_end() -> None:
 async def test_names_with_a_slash_can_be_removed_too(name: str) -> None:
     async with scripted(answer_ok) as (replica,):
         async with running_gateway(replica, admin_token=TOKEN) as running:
-            await call(running, "POST", json={"url": replica.url, "name": "a/b"})
+            await call(running, "POST", json={"url": f"{replica.url}/x", "name": "a/b"})
             assert (await call(running, "POST", f"{PATH}/{name}/drain")).status_code == 200
             assert (await call(running, "DELETE", f"{PATH}/{name}")).json()["removed"] is True

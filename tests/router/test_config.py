@@ -66,6 +66,10 @@ def test_replicas_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"replicas": REPLICA, "redis_url": "redis://a:99999999"}, "redis_url: "),
         ({"replicas": REPLICA, "model_aliases": {"a": "b", "b": "c"}}, "model_aliases: 'a'"),
         ({"replicas": REPLICA * 2}, "replicas: the name 'a:8000' is used more than once"),
+        (
+            {"replicas": [{"url": "http://a:1", "name": each} for each in "xy"]},
+            "replicas: http://a:1 is given more than once",
+        ),
     ],
 )
 def test_errors_name_the_field(flags: dict[str, object], names: str) -> None:

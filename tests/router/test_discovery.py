@@ -85,6 +85,25 @@ async def test_a_failing_resolver_keeps_the_last_answer(answer: Any) -> None:
         assert list(fleet.replicas) == ["10.9.9.9:1", "10.0.0.2:8000"]
 
 
+async def test_a_failing_resolver_is_a_warning_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="kvroute.discovery")
+    zone = Zone()
+    zone.answer = OSError("no such name")
+    async with discovering(zone):
+        await zone.asked_again(5)
+        zone.answer = ["10.0.0.1"]
+        await zone.asked_again()
+        zone.answer = OSError("no such name")
+        await zone.asked_again(5)
+    assert [each.message for each in caplog.records if each.message.startswith("looking")] == [
+        "looking up pods failed: no such name; it has no replicas yet",
+        "looking up pods works again",
+        "looking up pods failed: no such name; its last answer stands",
+    ]
+
+
 async def test_a_late_resolver_holds_nothing_up_and_is_asked_once() -> None:
     zone = Zone("10.0.0.1")
     zone.hold = asyncio.Event()

@@ -105,6 +105,16 @@ def test_an_outcome_tells_attempts_times_and_reuse() -> None:
     assert "the engine did not say; predicted 96 tokens" in Made().shown()
 
 
+def test_where_it_broke_off_is_not_who_answered() -> None:
+    left = Made(fields={"status": 499, "first_byte_s": 0.2}).shown()
+    assert "the client left, at r2/0, status 499" in left
+    gone = {"status": 400, "error_code": "invalid_request", "model": None, "roots": ()}
+    unread = {"snapshot": None, "choice": None, "source": "none", "prompt_tokens": 0}
+    refused = Made(fields={**gone, **unread}).shown()
+    assert "/v1/completions, no model named" in refused
+    assert "none was looked at" in refused
+
+
 def test_what_is_guessed_or_unusable_is_said() -> None:
     guessed = Made(fields={"source": "none", "roots": ()})
     assert "about 130 tokens, guessed: nothing can be matched" in guessed.shown()

@@ -225,6 +225,9 @@ async def test_a_request_that_fails_says_where_it_was_tried_last() -> None:
         happened = told["outcome"]
         assert (happened["status"], happened["error"]) == (503, "no_replica")
         assert (happened["replica"], happened["retries"]) == (None, 0)
+        await running.post(chat(model="nobody's"), headers={"x-request-id": "unknown"})
+        told = await receipt(running, "unknown", "refused")
+        assert (told["request"]["model"], told["why"][-15:]) == ("nobody's", "model_not_found")
         assert (await running.post(b"{", headers={"x-request-id": "bad"})).status_code == 400
         told = await receipt(running, "bad", "refused")
         assert (told["candidates"], told["chosen"], told["attempts"]) == ([], None, [])

@@ -62,6 +62,8 @@ async def test_errors_on_anthropic_routes_have_anthropics_shape() -> None:
             assert (answer.status_code, content["type"]) == (404, "error")
             assert content["error"]["type"] == "not_found_error"
             assert content["request_id"] == answer.headers["x-kvroute-request-id"]
+        wrong = await running.client.get("/v1/messages")
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
         broken = await running.post(b"{", path="/v1/messages")
         assert broken.json()["error"]["type"] == "invalid_request_error"
 
@@ -128,6 +130,23 @@ async def test_a_pin_chooses_the_replica_where_it_is_allowed() -> None:
         async with running_gateway(one, two) as running:
             refused = await running.post(chat(), headers={"x-kvroute-pin": one.name})
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "pin_refused")
+
+
+async def test_a_replica_that_serves_other_models_is_no_reason_to_try_again() -> None:
+    script = script_of(responding)
+    async with scripted(script, script) as (one, two):
+        two.models = ["other"]
+        async with running_gateway(one, two, allow_pin=True) as running:
+            refused = await running.post(chat(), headers={"x-kvroute-pin": two.name})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "model")
+            assert f"{two.name!r}, which serves 'other' only" in error["message"]
+            await running.post(b'{"model":"other","input":"x"}', path="/v1/responses")
+            follow = b'{"model":"sim","input":"y","previous_response_id":"resp_abc1"}'
+            refused = await running.post(follow, path="/v1/responses")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+            assert "retry-after" not in refused.headers
+            assert (one.seen, len(two.seen)) == ([], 1)
 
 
 def responding(seen: Seen) -> bytes:
