@@ -34,6 +34,8 @@ class Replay:
     `confirming`: it must begin with the last batch known. `rebuild`: all is asked for again.
     `outdated`: the publisher may be another one since it was asked for.
     `torn`: batches were missing in its middle, so what came after them was not applied.
+    `probe`: nothing was known to be missing when it was asked for. `asked`: sequence and digest of
+    the batch that it must begin with; live batches may have been taken since.
     """
 
     confirming: bool
@@ -43,11 +45,13 @@ class Replay:
     torn: bool = False
     taken: int = 0
     outdated: bool = False
+    probe: bool = False
+    asked: tuple[int, int] = (-1, 0)
 
-    def confirm(self, delivery: Delivery, last_seq: int, last_digest: int) -> Verdict:
-        """Judge the first batch, asked for from `last_seq` on."""
+    def confirm(self, delivery: Delivery, last_seq: int, *, known: bool) -> Verdict:
+        """Judge the first batch. `known`: it has been taken; `last_seq`: the last one that was."""
         self.confirming = False
-        if delivery.seq == last_seq and delivery.digest == last_digest:
+        if known or (delivery.seq, delivery.digest) == self.asked:
             self.confirmed = True
             return Verdict.SAME_LIFE
         if delivery.seq <= last_seq:

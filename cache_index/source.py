@@ -9,6 +9,8 @@ The rules, all on the side of under-reporting:
   so is what follows when a publisher says that it ends (SGLang does).
 - After a gap or a reconnect nothing live is applied until a replay from the last sequence
   *inclusive* has shown the same digest; another digest, or no batch at all, is another life.
+  Meanwhile the source is not EXACT. A mere probe, asked though nothing is known to be missing,
+  holds nothing back that continues what is known.
 - What a replay can no longer give is lost, removals among it: everything of the source is dropped
   and it goes on as PARTIAL until the engine clears its cache.
 - Trust lasts for one lease. A batch renews it, and so does a replay that ran to its END. Without a
@@ -24,6 +26,7 @@ from cache_index.history import History
 from cache_index.identity import ModelIdentity
 from cache_index.ledger import Operation
 from cache_index.replay import Delivery, Replay, Verdict
+from cache_index.types import Trust
 
 __all__ = ["Delivery", "SourceState"]
 
@@ -68,16 +71,39 @@ class SourceState(History):
         """There is no replay to ask."""
         return not self._replayable or self._degraded
 
+    def trust(self, now_s: float) -> tuple[Trust, str]:
+        """How far the source's entries count now, and why not further."""
+        level, reason = super().trust(now_s)
+        if level is not Trust.EXACT:
+            return level, reason
+        if self._degraded:
+            return Trust.PARTIAL, "its replay does not answer"
+        if self._replay_wanted or self._pending or (self._replay and not self._replay.probe):
+            return Trust.PARTIAL, "a replay is under way"
+        return level, reason
+
     # -- live deliveries
 
     def live(self, delivery: Delivery, now_s: float) -> list[Operation]:
         """Take one message from the live stream."""
-        if self._replay is not None or (self._replay_wanted and not self._degraded):
-            self._hold(delivery, now_s)
-            return []
         operations: list[Operation] = []
-        self._live(delivery, now_s, operations)
+        # Until all is told anew what is known goes on, and whatever comes now is new to that.
+        unanswered = self._replay is not None and self._replay.rebuild
+        waits = self._must_wait(delivery)
+        if waits:
+            self._hold(delivery, now_s)
+        if unanswered or not waits:
+            self._live(delivery, now_s, operations)
         return operations
+
+    def _must_wait(self, delivery: Delivery) -> bool:
+        """Whether only a replay can say what this message means."""
+        if self._replay is None:
+            return self._replay_wanted and not self._degraded
+        if not self._replay.probe or self._replay_wanted or self._pending:
+            return True
+        # What follows on something that waits may be another life's, whatever its number.
+        return delivery.seq != self.last_seq + 1 and not self._known(delivery)
 
     def _live(self, delivery: Delivery, now_s: float, out: list[Operation]) -> None:
         seq = delivery.seq
@@ -121,7 +147,12 @@ class SourceState(History):
         """
         self._pending.clear()
         rebuild = self._degraded
-        self._replay = Replay(confirming=self.last_seq >= 0 and not rebuild, rebuild=rebuild)
+        self._replay = Replay(
+            confirming=self.last_seq >= 0 and not rebuild,
+            rebuild=rebuild,
+            probe=not self._replay_wanted and not rebuild,
+            asked=(self.last_seq, self._last_digest),
+        )
         return 0 if rebuild else max(0, self.last_seq)
 
     def replayed(self, delivery: Delivery, now_s: float) -> list[Operation]:
@@ -136,7 +167,9 @@ class SourceState(History):
             # What comes now may be old; only END shows that it is all.
             self.standing.cut_off = "its replay has not ended"
         elif replay.confirming:
-            verdict = replay.confirm(delivery, self.last_seq, self._last_digest)
+            verdict = replay.confirm(delivery, self.last_seq, known=self._known(delivery))
+            # From here on it is no mere probe, unless it goes on as asked for.
+            replay.probe &= verdict is Verdict.SAME_LIFE
             if verdict is Verdict.OTHER_LIFE:
                 self._begin_life("restart", operations)
             if verdict is not Verdict.NEWS:
@@ -154,7 +187,7 @@ class SourceState(History):
             return
         if delivery.seq != self.last_seq + 1:
             if (replay.taken or replay.confirmed) and self._torn < _TORN_ATTEMPTS:
-                replay.torn = True
+                replay.torn, replay.probe = True, False
                 self.counts["replay_torn"] += 1
                 return
             if self.last_seq >= 0:
@@ -196,6 +229,8 @@ class SourceState(History):
         operations: list[Operation] = []
         replay, self._replay = self._replay, None
         self.counts["replay_failed"] += 1
+        if replay is not None and replay.rebuild:
+            self._pending.clear()
         # An answer that only lost its END goes on where it stopped.
         self._failures = 0 if replay is not None and replay.taken else self._failures + 1
         if self._failures >= _REPLAY_ATTEMPTS and self._replay_wanted and not self._degraded:
@@ -258,6 +293,9 @@ class SourceState(History):
         """The publisher has said that this was its last message: what comes is another life."""
         operations: list[Operation] = []
         self._pending.clear()
+        if self._replay is not None:
+            # Its answer may be the old life's.
+            self._replay.other_life, self._replay.probe = True, False
         self._begin_life("publisher reset", operations)
         return operations
 
@@ -269,6 +307,7 @@ class SourceState(History):
         operations: list[Operation] = []
         if self._replay is not None:
             self._void_after_replay = reason
+            self._replay.probe = False
         if len(self.ledger) or self._replay is not None:
             self._drop(reason, operations)
         return operations

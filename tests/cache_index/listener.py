@@ -54,10 +54,7 @@ class Followed:
         self._request = -1
 
     def trust(self, now: float) -> str:
-        """While it waits for a replay it holds back what it hears, so it need not be complete."""
-        trust = self.state.trust(now)[0]
-        waiting = self.state.replay_wanted or self._asked_at_s is not None
-        return "partial" if trust is Trust.EXACT and waiting else str(trust)
+        return str(self.state.trust(now)[0])
 
     def take_requests(self, now: float) -> Sequence[tuple[int, int]]:
         """The replay request that is due, if one is."""

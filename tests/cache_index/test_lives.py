@@ -114,9 +114,12 @@ async def test_nothing_of_an_old_life_survives_a_fast_restart(
                 await watch.keeps({life}, 0.3)
                 await eventually(lambda: index.sources()[0].trust is not Trust.NONE)
         # The last one is dead: it is believed for one lease at the most.
-        await eventually(lambda: not watch.credited(), timeout_s=LEASE_S + 1.0)
+        # (A copy of the index that lags, as on a busy machine, credits nothing either.)
+        await eventually(
+            lambda: not watch.credited() and index.sources()[0].trust is Trust.NONE,
+            timeout_s=LEASE_S + 1.0,
+        )
         status = index.sources()[0]
-        assert status.trust is Trust.NONE
         assert status.epoch >= LIVES - 1
     finally:
         await index.close()

@@ -349,3 +349,121 @@ def test_an_answer_asked_for_before_a_reconnect_proves_nothing_of_the_peer_after
     state.replayed(delivery(0, block(1)), 1.0)
     state.end_replay(0.9, 1.0)
     assert state.replay_wanted
+
+
+PROBED = (Trust.EXACT, "")
+REPLAYING = (Trust.PARTIAL, "a replay is under way")
+
+
+def test_what_waits_for_a_replay_is_not_known_exactly() -> None:
+    batches = [delivery(i, block(i + 1)) for i in range(4)]
+    state = synced(batches[0])
+    state.live(batches[2], 1.0)
+    assert state.trust(1.0) == REPLAYING
+    state.begin_replay()
+    assert state.trust(1.0) == REPLAYING
+    for one in batches[:3]:
+        state.replayed(one, 1.0)
+    assert state.trust(1.0) == REPLAYING
+    state.end_replay(1.0, 1.0)
+    assert state.trust(1.0) == PROBED
+    state.connected(2.0)
+    assert state.trust(2.0) == REPLAYING
+
+
+def test_a_probe_holds_nothing_back_that_goes_on_and_costs_no_trust() -> None:
+    batches = [delivery(i, block(i + 1)) for i in range(4)]
+    state = synced(batches[0])
+    assert state.begin_replay() == 0
+    assert state.trust(1.0) == PROBED
+    assert kinds(state.live(batches[1], 1.0)) == ["Store"]
+    assert kinds(state.live(batches[2], 1.1)) == ["Store"]
+    assert state.live(batches[2], 1.1) == []
+    assert state.trust(1.1) == PROBED
+    # It was served before the last of these was published.
+    assert [op for one in batches[:2] for op in state.replayed(one, 1.2)] == []
+    assert state.end_replay(1.0, 1.2) == []
+    assert not state.replay_wanted
+    assert (state.trust(1.2), state.last_seq, state.life) == (PROBED, 2, 0)
+
+
+def test_a_probe_that_is_never_answered_holds_nothing_back_either() -> None:
+    state = synced(delivery(0, block(1)), delivery(1, block(2)))
+    state.begin_replay()
+    assert kinds(state.live(delivery(2, removed([2])), 1.0)) == ["Remove"]
+    assert state.fail_replay(3.5) == []
+    assert state.trust(3.5) == PROBED
+
+
+def test_a_probe_knows_its_publisher_by_what_is_left_in_a_short_buffer() -> None:
+    batches = [delivery(i, block(i + 1)) for i in range(6)]
+    state = synced(*batches[:2])
+    state.begin_replay()
+    for one in batches[2:5]:
+        state.live(one, 1.0)
+    assert kinds([op for one in batches[4:] for op in state.replayed(one, 1.1)]) == ["Store"]
+    state.end_replay(1.0, 1.1)
+    assert (state.trust(1.1), state.last_seq, state.life) == (PROBED, 5, 0)
+
+
+@pytest.mark.parametrize("published", [0, 1, 2, 3, 9])
+def test_a_probe_that_another_life_answers_is_found_out_after_live_batches(published: int) -> None:
+    state = synced(*(delivery(i, block(i + 1)) for i in range(2)))
+    start = state.begin_replay()
+    state.live(delivery(2, block(3)), 1.0)
+    new = [delivery(i, block(i + 50), mark=9.0) for i in range(published)]
+    for one in new[start:]:
+        state.replayed(one, 1.1)
+    state.end_replay(1.0, 1.1)
+    assert state.trust(1.1)[0] is Trust.PARTIAL
+    # What the old life still had to say is not the new one's.
+    assert state.live(delivery(0, block(4)), 1.1) == []
+    while state.replay_wanted:
+        replay(state, *new, at_s=1.2)
+    assert (len(state.ledger), state.trust(1.2)) == (published, PROBED)
+
+
+def test_a_gap_while_a_probe_is_out_holds_back_whatever_follows() -> None:
+    batches = [delivery(i, block(i + 1)) for i in range(6)]
+    state = synced(batches[0])
+    state.begin_replay()
+    assert state.live(batches[2], 1.0) == []
+    assert state.trust(1.0) == REPLAYING
+    # It could be another life's, though its number is the next.
+    assert state.live(delivery(1, block(60), mark=9.0), 1.0) == []
+    state.connected(1.0)
+    while state.replay_wanted:
+        replay(state, *batches[:3], at_s=1.1)
+    assert (state.last_seq, state.life, state.trust(1.1)) == (2, 0, PROBED)
+
+
+def test_an_answer_that_was_under_way_when_a_publisher_ended_is_not_the_next_ones() -> None:
+    state = synced(delivery(0, block(1)))
+    state.begin_replay()
+    state.publisher_reset()
+    assert state.live(delivery(0, block(7), mark=9.0), 1.0) == []
+    assert state.replayed(delivery(0, block(1)), 1.0) == []
+    state.end_replay(0.9, 1.0)
+    assert state.replay_wanted
+    replay(state, delivery(0, block(7), mark=9.0), at_s=1.0)
+    assert (len(state.ledger), state.trust(1.0)) == (1, PROBED)
+
+
+def test_while_an_unanswered_replay_is_asked_again_live_batches_count_at_once() -> None:
+    state = source()
+    state.connected(0.0)
+    for _ in range(2):
+        state.begin_replay()
+        state.fail_replay(0.0)
+    state.vouch(0.0)
+    state.live(delivery(4, CLEARED, block(5)), 0.0)
+    assert state.trust(0.0) == (Trust.PARTIAL, "its replay does not answer")
+    state.begin_replay()
+    assert kinds(state.live(delivery(5, removed([5])), 1.0)) == ["Remove"]
+    assert state.fail_replay(3.5) == []
+    # When the answer begins after all, what came live meanwhile is applied after it.
+    state.begin_replay()
+    assert kinds(state.live(delivery(6, block(7)), 4.0)) == ["Store"]
+    out = [op for i in range(6) for op in state.replayed(delivery(i, block(i + 1)), 4.0)]
+    assert kinds(out + state.end_replay(4.0, 4.0)) == ["NewEpoch"] + ["Store"] * 7
+    assert (state.trust(4.0), state.last_seq) == (PROBED, 6)
