@@ -30,8 +30,14 @@ from cache_index.writer import SourceWriter
 __all__ = ["Indexer"]
 
 _log = logging.getLogger(__name__)
+# What a dead writer has written is frozen until its lease ends, while others go on trusting the
+# source. That must be over within a trust lease, with time left to write everything again.
+_WRITER_SHARE_OF_TRUST_LEASE = 0.6
+_MIN_WRITER_LEASE_S = 1.0
 # A lease is renewed and asked for this often, so that one lost round does not cost it.
-_LEASE_ROUNDS = 5
+_LEASE_ROUNDS = 4
+# A standby asks again as soon as the lease it was refused can have ended, but not in a tight loop.
+_ASK_AGAIN_S = (0.05, 0.01)
 _CALLS_PER_ROUND = 32
 _RETRY_S = (0.05, 1.0)
 _IDLE_WAKE_S = 1.0
@@ -50,14 +56,16 @@ class Indexer:
         *,
         base_unit_tokens: int,
         trust_lease_s: float,
-        writer_lease_s: float = 5.0,
+        writer_lease_s: float | None = None,
         listen: str | None = None,
         flights: Flights | None = None,
     ) -> None:
         self._redis = redis
         self._flights = flights or Flights()
-        self._lease_ttl_ms = round(writer_lease_s * 1000)
-        self._lease_round_s = writer_lease_s / _LEASE_ROUNDS
+        share_s = trust_lease_s * _WRITER_SHARE_OF_TRUST_LEASE
+        lease_s = writer_lease_s or max(share_s, _MIN_WRITER_LEASE_S)
+        self._lease_ttl_ms = round(lease_s * 1000)
+        self._lease_round_s = lease_s / _LEASE_ROUNDS
         self._base_unit_tokens = base_unit_tokens
         self._trust_lease_s = trust_lease_s
         self._owner = uuid.uuid4().hex
@@ -203,11 +211,13 @@ class Indexer:
 
     async def _keep_leases(self) -> None:
         now_s = time.monotonic()
+        pause_s = self._lease_round_s
         for runner in list(self._runners.values()):
-            await self._keep_lease(runner, runner.look(now_s))
-        await _woken(self._lease_wake, self._lease_round_s)
+            pause_s = min(pause_s, await self._keep_lease(runner, runner.look(now_s)))
+        await _woken(self._lease_wake, max(pause_s, _ASK_AGAIN_S[0]))
 
-    async def _keep_lease(self, runner: SourceRunner, seen: bool) -> None:
+    async def _keep_lease(self, runner: SourceRunner, seen: bool) -> float:
+        """Renew, ask or give up. Returns the seconds until a lease that another has can end."""
         key, writer = runner.spec.key, runner.writer
         if writer.token and not seen:
             writer.stop()
@@ -219,13 +229,16 @@ class Indexer:
                 writer.stop()
                 self._lease_wake.set()
         elif seen:
-            token, _ = await self._redis.acquire(
+            token, left_ms = await self._redis.acquire(
                 key, self._owner, self._lease_ttl_ms, uuid.uuid4().hex
             )
             if token and self._runners.get(key) is runner:
                 self.counts["lease_taken"] += 1
                 writer.lead(token)
                 self._wake.set()
+            elif not token:
+                return max(left_ms, 0) / 1000 + _ASK_AGAIN_S[1]
+        return self._lease_round_s
 
     # -- cleaning
 

@@ -37,9 +37,11 @@ class CacheIndex:
     copy in this process and what is written to Redis: past it new units are refused, which
     under-reports. A copy older than `mirror_max_lag_s` answers nothing. Gateways that share a
     Redis share an index if `namespace` and `base_unit_tokens` are the same; a gateway that dies is
-    replaced as writer after `writer_lease_s`. `listen` is an address to bind for publishers that
-    dial, whether any is declared or not. In `flights` the caller puts the prompts it has sent to
-    ranks, and is told how far they are. Nothing here raises because Redis or a publisher is gone.
+    replaced as writer after `writer_lease_s`, by default a part of the trust lease, so that what a
+    dead writer left is not believed for longer than that. `listen` is an address to bind for
+    publishers that dial, whether any is declared or not. In `flights` the caller puts the prompts
+    it has sent to ranks, and is told how far they are. Nothing here raises because Redis or a
+    publisher is gone.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class CacheIndex:
         mirror_max_units: int = _DEFAULT_MAX_UNITS,
         trust_lease_s: float = 5.0,
         mirror_max_lag_s: float = 0.1,
-        writer_lease_s: float = 5.0,
+        writer_lease_s: float | None = None,
         namespace: str = "kvroute",
         listen: str | None = None,
     ) -> None:

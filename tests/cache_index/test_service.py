@@ -208,9 +208,10 @@ GATEWAY = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from cache_index import CacheIndex, ModelIdentity, SourceSpec
-async def main(url, namespace, endpoint, replay):
+async def main(url, namespace, endpoint, replay, *lease):
+    leases = {"writer_lease_s": float(lease[0])} if lease else {}
     index = CacheIndex(
-        redis_url=url, registry=CollectorRegistry(), namespace=namespace, writer_lease_s=1.0
+        redis_url=url, registry=CollectorRegistry(), namespace=namespace, **leases
     )
     await index.start()
     index.set_sources([SourceSpec("r0", 0, endpoint, replay, "", ModelIdentity("sim-model"))])
@@ -222,22 +223,25 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_writer_killed_is_replaced_within_its_lease(server: Server, namespace: str) -> None:
+@asynccontextmanager
+async def killed_while_it_leads(
+    server: Server, namespace: str, *lease: float
+) -> AsyncIterator[tuple[Publisher, CacheIndex]]:
+    """A publisher, and a standby whose writer, another process, has just been killed."""
     async with AsyncExitStack() as stack:
         publisher = await stack.enter_async_context(publishing())
         await publisher.publish(stored([1, 2], TOKENS[:32]))
         spec = publisher.spec()
-        arguments = [server.url, namespace, spec.endpoint, str(spec.replay_endpoint)]
+        options = map(str, (server.url, namespace, spec.endpoint, spec.replay_endpoint, *lease))
         gateway = await asyncio.create_subprocess_exec(
-            *supervised([sys.executable, "-c", GATEWAY, *arguments]),
+            *supervised([sys.executable, "-c", GATEWAY, *options]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
         assert gateway.stdout is not None
         assert await gateway.stdout.readline() == b"leading\n"
-        standby = await stack.enter_async_context(
-            running(server.url, namespace, writer_lease_s=1.0)
-        )
+        leases = {"writer_lease_s": lease[0]} if lease else {}
+        standby = await stack.enter_async_context(running(server.url, namespace, **leases))
         standby.set_sources([spec])
         await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 2})
         assert not standby.sources()[0].leading
@@ -245,9 +249,29 @@ async def test_a_writer_killed_is_replaced_within_its_lease(server: Server, name
         assert gateway.stdin is not None
         gateway.stdin.close()
         await gateway.wait()
+        yield publisher, standby
+
+
+async def test_a_writer_killed_is_replaced_within_its_lease(server: Server, namespace: str) -> None:
+    async with killed_while_it_leads(server, namespace, 1.0) as (publisher, standby):
         await publisher.publish(stored([3], TOKENS[32:48], parent=2))
         await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 3}, timeout_s=5.0)
         assert standby.sources()[0].leading
+
+
+async def test_what_a_dead_writer_left_is_believed_for_less_than_a_trust_lease(
+    server: Server, namespace: str
+) -> None:
+    """With a lease as long as the trust lease, asked for once a second, it took up to six."""
+    async with killed_while_it_leads(server, namespace) as (publisher, standby):
+        client = Redis.from_url(server.url)
+        leases = [key async for key in client.scan_iter(f"*{namespace}*l0:r0")]
+        (left_ms,) = [await client.pttl(key) for key in leases]
+        await client.aclose()
+        assert 0 < left_ms <= 3000
+        await publisher.publish(removed([2]))
+        await eventually(lambda: standby.match(ROOT, prompt()) == {DEVICE: 1}, timeout_s=5.0)
+        assert standby.sources()[0].trust is Trust.EXACT
 
 
 async def test_redis_killed_and_restarted_is_filled_again() -> None:
