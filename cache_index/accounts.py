@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from cache_index.blocks import HASH_BYTES
 from cache_index.event_types import BlockStored, EngineHash
@@ -102,13 +102,22 @@ class Accounts:
         self.named: dict[int | None, Sequence[Account]] = {}
         self._broken = ""
         self._leaderless = False
+        self._highest = 0
         self.unit = 1
         self.reshaped = False
         self.misfit = False
 
     @property
     def fault(self) -> str:
-        return self._broken or ("it has no full-attention group" if self._leaderless else "")
+        if self._broken or self._leaderless:
+            return self._broken or "it has no full-attention group"
+        # Engines number their groups from 0, and a match needs all of them.
+        missing = self.by_index and self._highest >= len(self.by_index)
+        return "not all of its cache groups have been heard" if missing else ""
+
+    def heard(self, group: int | None) -> None:
+        """A group has been named on the wire, so it is there, and all before it."""
+        self._highest = max(self._highest, group or 0)
 
     @property
     def only(self) -> Account | None:
@@ -139,6 +148,7 @@ class Accounts:
         if event.block_tokens <= 0:
             counts["placeholder"] += 1
             return None
+        self.heard(event.group)
         account = self.by_index.get(event.group or 0)
         if account is None:
             account = self._open(event)
@@ -208,11 +218,23 @@ class Accounts:
             )
             self._units[account.label] = (classes[index].unit, number > 0)
 
-    def count_once(self) -> None:
-        """Forget second copies."""
+    def uncount(self, doubtful: Mapping[EngineHash, int]) -> Iterator[Remove]:
+        """Forget second copies, and blocks of which no copy is left without the `doubtful` ones."""
         for account in self.by_index.values():
+            gone = [
+                (engine_hash, account.blocks[engine_hash])
+                for engine_hash, copies in doubtful.items()
+                if engine_hash in account.blocks
+                and 0 < account.blocks[engine_hash].device <= copies
+            ]
             for block in account.blocks.values():
                 block.device = min(block.device, 1)
+            for engine_hash, block in gone:
+                block.device = 0
+                if block.units:
+                    yield account.removal(block, DEVICE)
+                if not block.tiers:
+                    account.drop(engine_hash, block)
 
     def held(self) -> Iterator[Store]:
         """Everything that counts now, class by class and tier by tier."""

@@ -54,6 +54,7 @@ class Ledger:
 
     def clear(self) -> None:
         self._accounts.clear()
+        self._reports.clear()
         self._sparse.clear()
         self.orphaned = False
         self._roots.salted = False
@@ -155,6 +156,7 @@ class Ledger:
         units, credited = self._own_units(event, parent)
         width = event.block_tokens // self._base * HASH_BYTES
         again = self._reports.is_again(account, event)
+        doubtful = self._reports.may_be_again(account, event)
         blocks = account.blocks
         fresh: list[Block] = []
         for position, engine_hash in enumerate(event.hashes):
@@ -169,6 +171,8 @@ class Ledger:
                     fresh.append(block)
             elif not again:
                 block.device += 1
+                if doubtful:
+                    self._reports.doubtful[engine_hash] += 1
             parent = block
         return fresh
 
@@ -211,10 +215,12 @@ class Ledger:
         """The engine announces reused blocks again: what was counted twice may be there once."""
         self.counts["reports_reuse"] += 1
         if len(self._accounts.by_index) == 1:
-            self._accounts.count_once()
+            out.extend(self._accounts.uncount(self._reports.doubtful))
+            self._reports.clear()
             return
         # Such reports name blocks of the other groups that are not there at all.
         self._accounts.clear()
+        self._reports.clear()
         self._sparse.clear()
         self.orphaned = True
         out.append(NewEpoch("announces reused blocks"))
@@ -233,6 +239,8 @@ class Ledger:
     def _remove(self, event: BlockRemoved, out: list[Operation]) -> None:
         tier = self._tiers.of(event.medium)
         self.counts["removed"] += 1
+        if tier == DEVICE:
+            self._accounts.heard(event.group)
         if self._sparse.waiting and self._sparse.waits_for(event):
             self._settle_sparse(out)
         for account in self._accounts.named.get(event.group, ()):
@@ -244,5 +252,7 @@ class Ledger:
                     continue
                 if block.release(tier) and block.units and account.told(engine_hash):
                     out.append(account.removal(block, tier))
+                if not block.device:
+                    self._reports.doubtful.pop(engine_hash, None)
                 if not block.device and not block.tiers:
                     account.drop(engine_hash, block)

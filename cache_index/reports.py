@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cache_index.accounts import Account
 from cache_index.event_types import BlockStored, EngineHash
 
@@ -14,12 +16,19 @@ class Reports:
     A report begins at a first block that is held already, and so does a second copy. But a request
     that has just stored a chunk does not store the next one in the same step, while one whose
     prefix was reused does: in its batch the report is followed by what comes after it.
+
+    `doubtful` has what may have been a report and was counted as a copy, until one is known.
     """
 
     def __init__(self) -> None:
         self._known = False
         self._candidate: tuple[Account, EngineHash] | None = None
         self._lengths: set[int] = set()
+        self.doubtful: Counter[EngineHash] = Counter()
+
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        self.doubtful.clear()
 
     def end_batch(self) -> None:
         self._candidate = None
@@ -42,6 +51,10 @@ class Reports:
             self._lengths.add(event.token_count)
             return True
         return False
+
+    def may_be_again(self, account: Account, event: BlockStored) -> bool:
+        """Whether this event could be a report, and what it counts is to be remembered."""
+        return not self._known and event.kind is not None and _begins_held(account, event)
 
     def is_hole(self, event: BlockStored) -> bool:
         """The same report about another group: it also names blocks that are not there."""

@@ -18,9 +18,10 @@ def run(
     buffer: int = 1000,
     block_units: int = 1,
     prompts: tuple[Prompt, ...] = (PLAIN, LONG),
+    reports_again: bool = False,
 ) -> None:
     """Judge a history of one rank. Raises Misjudged."""
-    config = EngineConfig(block_units=block_units)
+    config = EngineConfig(block_units=block_units, reports_again=reports_again)
     World(History((config,), (buffer,), prompts, prompts, ops), PureListener(1)).run()
 
 
@@ -96,4 +97,21 @@ def test_a_block_keeps_the_units_that_it_shares_with_one_that_goes() -> None:
         ("wait", 1.0),
         block_units=2,
         prompts=TWINS,
+    )
+
+
+def test_a_report_that_was_counted_as_a_copy_does_not_outlive_its_block() -> None:
+    run(
+        ("join", 0),
+        ("compute", 0, 0, 2, False),
+        ("step", 0),
+        ("compute", 0, 0, 2, False),
+        ("step", 0),
+        ("evict", 0, 1, 1, False),
+        ("step", 0),
+        ("compute", 0, 1, 2, False),
+        ("step", 0),
+        ("wait", 11.0),
+        prompts=TWINS,
+        reports_again=True,
     )

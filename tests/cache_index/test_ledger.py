@@ -11,7 +11,7 @@ from cache_index.events import decode_batch
 from cache_index.groups import part_of
 from cache_index.ledger import Ledger, NewEpoch, Operation, Remove, Store
 
-from .publisher import MODEL, encode, removed, stored
+from .publisher import CLEARED, MODEL, encode, removed, stored
 
 TOKENS = list(range(64))
 
@@ -278,6 +278,55 @@ def test_copies_are_counted_where_reuse_is_not_reported(ledger: Ledger) -> None:
     feed(ledger, stored([2], TOKENS[16:32], parent=1, **FULL))
     assert feed(ledger, removed([2], group_idx=0), removed([2], group_idx=0)) == []
     assert len(feed(ledger, removed([2], group_idx=0))) == 1
+
+
+def test_a_report_counted_as_a_copy_is_undone_once_reports_are_known(ledger: Ledger) -> None:
+    feed(ledger, REPORT, NEXT)
+    feed(ledger, REPORT)
+    # It may have been a copy, so this may not have been the last.
+    assert feed(ledger, removed([2], group_idx=0)) == []
+    other = stored([9], TOKENS[32:48], parent=1, **FULL)
+    out = feed(ledger, stored([1], TOKENS[:16], **FULL), other)
+    gone = [op for op in out if isinstance(op, Remove)]
+    assert [op.block.units for op in gone] == [chain(TOKENS[:32])[8:]]
+    # What had no removal stays, once.
+    assert len(feed(ledger, removed([1, 9], group_idx=0))) == 2
+
+
+def test_a_block_stored_anew_after_a_counted_report_is_held(ledger: Ledger) -> None:
+    feed(ledger, REPORT)
+    feed(ledger, REPORT)
+    feed(ledger, removed([2], group_idx=0))
+    out = feed(
+        ledger,
+        stored([1], TOKENS[:16], **FULL),
+        stored([2], TOKENS[16:32], parent=1, **FULL),
+    )
+    assert [type(op) for op in out] == [Remove, Store]
+    assert len(feed(ledger, removed([2], group_idx=0))) == 1
+
+
+def test_a_group_that_was_named_and_not_heard_makes_the_source_unusable(ledger: Ledger) -> None:
+    why = "not all of its cache groups have been heard"
+    feed(ledger, stored([1], TOKENS[:16], **FULL))
+    assert ledger.unusable == ""
+    feed(ledger, removed([7], group_idx=1))
+    assert ledger.unusable == why
+    feed(ledger, CLEARED)
+    assert ledger.unusable == why
+    feed(ledger, stored([1], TOKENS[:16], **FULL), stored([1], TOKENS[:16], **WINDOW))
+    assert ledger.unusable == ""
+
+
+def test_a_full_group_with_a_later_number_is_not_alone(ledger: Ledger) -> None:
+    feed(ledger, stored([1], TOKENS[:16], **{**FULL, "group_idx": 1}))
+    assert ledger.unusable == "not all of its cache groups have been heard"
+
+
+def test_removals_of_a_plain_model_or_of_a_pool_name_no_other_group(ledger: Ledger) -> None:
+    feed(ledger, removed([7], group_idx=0), removed([7]), removed([7], group_idx=1, medium="CPU"))
+    feed(ledger, stored([1], TOKENS[:16], **FULL))
+    assert ledger.unusable == ""
 
 
 def test_an_event_may_say_itself_that_it_is_a_report(ledger: Ledger) -> None:

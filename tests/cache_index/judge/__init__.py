@@ -14,7 +14,8 @@ the description leaves room, always on the side of under-reporting:
 * Stores and removals are counted: two copies of one hash need two removals. An engine that
   reports reused blocks again (`reports_again`) adds no copy by that. Nothing on the wire tells such
   a report from a second copy unless new blocks follow on it in the same batch, so one that nothing
-  follows may be counted as a copy. This is the one reading that is not on the side of
+  follows may be counted as a copy, until another report of the same first block that new blocks
+  follow shows what it was. This is the one reading that is not on the side of
   under-reporting: the other, that the first removal is always the last, would forget every real
   second copy.
 * A placeholder (a host store without tokens) says where its block is only if the block was known
@@ -30,7 +31,9 @@ the description leaves room, always on the side of under-reporting:
 * A listener that says exact may take `WORK_S` over what it heard last.
 * A batch that only the network damaged need not be asked for again.
 * A hybrid engine that computes a block stores it in every group that keeps it, also where one of
-  them had it: else a listener that joins late could not know that there are several groups.
+  them had it: else a listener that joins late could not know that there are several groups. (A
+  group with a higher number, or a removal that names another one, tells; group 0 alone looks the
+  same as that of a plain model.)
 * Of a hybrid model a second copy that new blocks follow may be taken for a report of reuse: it need
   not be called exact.
 * Of a hybrid model, of which a part was never heard, it need not trust anything.

@@ -1,6 +1,7 @@
 """The verdict: what a listener may claim of one rank, and what it must when it is exact."""
 
 from collections import Counter
+from itertools import pairwise
 
 from tests.cache_index.judge.blocks import Block, Prompt, parent_of
 from tests.cache_index.judge.engine import (
@@ -36,6 +37,7 @@ class Verdict:
         """A batch left the engine."""
         told = self._told(events)
         doubtful = not self._gives_itself_away(events)
+        self._undo_reports(events, now)
         for event in events:
             match event:
                 case Stored():
@@ -82,11 +84,23 @@ class Verdict:
         fresh = (e.blocks[0] for e in events if isinstance(e, Stored) and not e.again)
         return any(parent_of(block, units) in last for block in fresh)
 
-    def _forget_reports(self, now: float) -> None:
-        for place in self._again:
-            if self._said[place] <= 0:
-                self._gone_at[place] = now
-        self._again.clear()
+    def _undo_reports(self, events: tuple[Event, ...], now: float) -> None:
+        """A report that new blocks follow shows what earlier ones of its first block were."""
+        units = self._config.block_units
+        for report, fresh in pairwise(events):
+            if not isinstance(report, Stored) or not isinstance(fresh, Stored):
+                continue
+            follows = parent_of(fresh.blocks[0], units) == report.blocks[-1]
+            if report.again and not fresh.again and follows:
+                self._forget_reports(now, report.blocks[0])
+
+    def _forget_reports(self, now: float, first: Block | None = None) -> None:
+        for place in list(self._again):
+            block = place.block
+            if first in (None, Block(block.root, block.path[: self._config.block_units])):
+                if self._said[place] <= 0:
+                    self._gone_at[place] = now
+                del self._again[place]
 
     def _prefix(self, prompt: Prompt, tier: str, has, slack: int) -> int:
         units = self._config.block_units
