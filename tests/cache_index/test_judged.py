@@ -23,7 +23,8 @@ from .listener import PureListener
 HISTORIES = int(os.environ.get("KVROUTE_TEST_JUDGED", "1500"))
 FIRST = int(os.environ.get("KVROUTE_TEST_JUDGED_FROM", "0"))
 pytestmark = pytest.mark.slow
-# "late": the subscriber asks its monitor before it takes a message, so no notice comes late.
+# "late": the subscriber asks its monitor before it takes a message, so no notice comes late. What
+# really comes over sockets, late or not, is judged in test_judged_sockets.py.
 OFF = Features({"late"})
 
 
