@@ -97,6 +97,26 @@ async def test_a_lost_removal_is_found_by_the_idle_probe(server: Server, namespa
         assert index.sources()[0].trust is Trust.EXACT
 
 
+async def test_a_probe_that_waits_for_its_answer_holds_no_live_batch_back(
+    server: Server, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing())
+        index = await stack.enter_async_context(running(server.url, namespace, trust_lease_s=4.0))
+        index.set_sources([publisher.spec()])
+        await publisher.publish(stored([1], TOKENS[:16]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {DEVICE: 1})
+        await eventually(lambda: index.sources()[0].trust is Trust.EXACT)
+        publisher.answering = False
+        asked = index.sources()[0].counts["replay"]
+        await eventually(lambda: index.sources()[0].counts["replay"] > asked)
+        await publisher.publish(removed([1]))
+        await eventually(lambda: index.match(ROOT, prompt()) == {})
+        (status,) = index.sources()
+        assert status.counts.get("replay_failed", 0) == 0
+        assert status.trust is Trust.EXACT
+
+
 async def test_an_engine_that_restarts_is_a_new_life(server: Server, namespace: str) -> None:
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(publishing())
