@@ -23,6 +23,7 @@ KvrouteError
 |   +-- Overloaded         503
 |   +-- NoReplica          503
 |   +-- RequestDropped     503
+|   +-- AnswerCut          503
 |   +-- TooManyConnections 503
 |   +-- ShuttingDown       503
 |   +-- ReplicaTimeout     504
@@ -304,6 +305,16 @@ class RequestDropped(RequestError):
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Not to be repeated without a thought."""
         return [(b"x-should-retry", b"false")]
+
+
+class AnswerCut(RequestError):
+    """An answer had begun and broke off; clients see it as a stream's error event."""
+
+    status = 503
+    code = "answer_cut"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The replica's answer broke off: {reason}. Send it again.")
 
 
 class TooManyConnections(RequestError):

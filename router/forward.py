@@ -9,7 +9,7 @@ import time
 from router.breaker import Outcome
 from router.call import Call
 from router.config import Settings
-from router.errors import NoReplica, RequestError, UpstreamCut
+from router.errors import AnswerCut, RequestError, UpstreamCut
 from router.load import Ticket
 from router.metrics import Metrics
 from router.owners import Owners, object_ids
@@ -24,7 +24,10 @@ _NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
 # Something follows a whole number: what stands at a piece's end may go on in the next one.
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})(?=\D)')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
-_UNSIZED = HOP_BY_HOP | {b"content-length"}
+_OWN = frozenset({b"x-kvroute-request-id", b"x-kvroute-replica", b"x-kvroute-matched-tokens"})
+_SIZED = HOP_BY_HOP | _OWN
+"""What is not passed on: a gateway behind this one says the same of itself."""
+_UNSIZED = _SIZED | {b"content-length"}
 """Not passed on with a stream, whose error event no length has room for, or where no body is."""
 USAGE_BYTES = 512
 """Of a usage object, its prompt's length stands at most so far before its cached tokens."""
@@ -51,7 +54,7 @@ class Forwarder:
         replica, outcome = placement.replica, Outcome.of_status(head.status)
         is_events = _is_events(head)
         unsized = is_events or head.status in BODILESS
-        headers = forwarded(head.headers, _UNSIZED if unsized else HOP_BY_HOP) + own_headers(call)
+        headers = forwarded(head.headers, _UNSIZED if unsized else _SIZED) + own_headers(call)
         self._metrics.matched_tokens.add(placement.matched_tokens)
         call.begin(head.status, is_events=is_events)
         await call.send({"type": "http.response.start", "status": head.status, "headers": headers})
@@ -80,7 +83,7 @@ class Forwarder:
             replica.report(Outcome.CUT if isinstance(error, UpstreamCut) else Outcome.TIMEOUT)
             self._metrics.upstream_failures.add(1, replica.name, "cut")
             logger.warning("replica %s: cut: %s", replica.name, error)
-            await cut(call, NoReplica(f"The replica's answer broke off: {error}. Send it again."))
+            await cut(call, AnswerCut(str(error)))
 
     async def _pass_on(
         self, call: Call, plan: Plan, placement: Placement, exchange: Exchange, chunk: bytes

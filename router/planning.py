@@ -13,6 +13,7 @@ import orjson
 from router.call import Call
 from router.catalogue import Catalogue
 from router.config import Settings
+from router.engines import EngineKind
 from router.errors import InvalidRequest, NoReplica, OwnerGone, PinRefused
 from router.identify import Identifier
 from router.owners import Owners
@@ -139,10 +140,21 @@ class Planner:
         only = await self._insisted(call, fields)
         if call.route.kind is Kind.OTHER and named is not None and not self._fleet.known(named):
             named = None  # a field of that name may mean something else on a route we do not know
+        only = only or self._of_kind(named, call.route.engine)
         self.candidates(named, only.replica if only else None)
         call.watch()
         streaming = fields.get("stream") is True
         return self._made(call, named, body, only, None, NO_MATCH, streaming)
+
+    def _of_kind(self, model: str | None, kind: EngineKind | None) -> Pin | None:
+        """A replica that knows a route of one engine's own; None where the fleet has none."""
+        if kind is None:
+            return None
+        found = [each for each in self._fleet.serving(model) if each.kind is kind]
+        if not found:
+            return None
+        least = min(found, key=lambda each: each.inflight.running)
+        return Pin(least.name, None, f"a route of {kind}")
 
     async def _plan_upload(self, call: Call, upload: Upload) -> Plan:
         model = upload.model

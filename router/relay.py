@@ -27,11 +27,11 @@ from router.call import Call
 from router.config import Settings
 from router.dispatch import Dispatcher
 from router.errors import (
+    AnswerCut,
     BodyTimeout,
     ClientGone,
     InvalidRequest,
     KvrouteError,
-    NoReplica,
     Overloaded,
     ReplicaTimeout,
     RequestError,
@@ -99,7 +99,7 @@ class Relay:
         except RequestError as error:
             await self._end_badly(call, error)
         except KvrouteError as error:
-            await self._end_badly(call, NoReplica(f"The replica's answer broke off: {error}."))
+            await self._end_badly(call, AnswerCut(str(error)))
         except Exception:
             logger.exception("request %s failed", call.request_id.decode())
             await self._end_badly(call, RequestError("The gateway failed; the log says why."))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from router.engines import EngineKind
 from router.errors import Shape
 from router.prompt import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH
 
@@ -32,7 +33,8 @@ class Route:
 
     `repeatable`: a replica that took the request and broke off may be replaced by another, because
     nothing but an answer is made. `token_mark` is in the first event of a stream that carries a
-    token; the events before it say only that the request was taken.
+    token; the events before it say only that the request was taken. `engine`: the one kind that
+    knows the route, asked where the fleet has it.
     """
 
     path: str
@@ -43,14 +45,17 @@ class Route:
     makes: bool = False
     repeatable: bool = True
     token_mark: bytes = b""
+    engine: EngineKind | None = None
 
 
 ANY_METHOD = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
-def _model(*paths: str, shape: Shape = Shape.OPENAI) -> list[Route]:
+def _model(
+    *paths: str, shape: Shape = Shape.OPENAI, engine: EngineKind | None = None
+) -> list[Route]:
     summary = "Answered by a replica that serves the named model, chosen by load."
-    return [Route(path, Kind.MODEL, summary, shape=shape) for path in paths]
+    return [Route(path, Kind.MODEL, summary, shape=shape, engine=engine) for path in paths]
 
 
 def _object(path: str, *, makes: bool = True) -> Route:
@@ -74,7 +79,8 @@ ROUTES: tuple[Route, ...] = (
           token_mark=b"content_block_delta"),
     *_model("/v1/messages/count_tokens", shape=Shape.ANTHROPIC),
     *_model("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
-    *_model("/pooling", "/classify", "/tokenize", "/detokenize", "/generate"),
+    *_model("/pooling", "/classify", "/tokenize", "/detokenize"),
+    *_model("/generate", engine=EngineKind.SGLANG),
     Route("/v1/audio/transcriptions", Kind.UPLOAD, "Speech to text; streamed through."),
     Route("/v1/audio/translations", Kind.UPLOAD, "Speech to English text; streamed through."),
     Route("/v1/files", Kind.UPLOAD, "Store a file on a replica, which then owns it.",
@@ -89,7 +95,8 @@ ROUTES: tuple[Route, ...] = (
     _object("/v1/batches/{object_id}/{rest:path}"),
     OTHER,
     Route("/get_server_info", Kind.OTHER, "SGLang's description of one replica.",
-          methods=("GET",)),
-    Route("/get_model_info", Kind.OTHER, "SGLang's description of its model.", methods=("GET",)),
+          methods=("GET",), engine=EngineKind.SGLANG),
+    Route("/get_model_info", Kind.OTHER, "SGLang's description of its model.",
+          methods=("GET",), engine=EngineKind.SGLANG),
 )  # fmt: skip
 """In order of precedence: the catch-all comes after what it would catch under /v1."""

@@ -55,11 +55,11 @@ async def test_each_route_has_its_own_error_event(tmp_path: Path) -> None:
         for content in said.values():
             assert "broke off" in json.dumps(content)
         chat, messages, responses = said.values()
-        assert chat["error"]["code"] == "no_replica" and "type" not in chat
+        assert chat["error"]["code"] == "answer_cut" and "type" not in chat
         assert messages["type"] == "error"
         assert messages["error"]["type"] == "overloaded_error"
         assert set(responses) >= {"type", "code", "message", "param", "sequence_number"}
-        assert (responses["type"], responses["code"]) == ("error", "no_replica")
+        assert (responses["type"], responses["code"]) == ("error", "answer_cut")
         await fleet.becomes_idle()
 
 
@@ -73,5 +73,5 @@ async def test_the_openai_client_sees_the_error_event_of_a_response(tmp_path: Pa
                 async for event in stream:
                     seen.append(event)
         assert [each.type for each in seen][:2] == ["response.created", "response.in_progress"]
-        assert cut.value.code == "no_replica"
+        assert cut.value.code == "answer_cut"
         assert [each.sequence_number for each in seen] == list(range(len(seen)))

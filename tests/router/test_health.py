@@ -156,6 +156,25 @@ async def test_an_sglang_replica_is_known_as_one_and_its_events_are_found() -> N
             ]
 
 
+async def test_routes_of_sglang_go_to_replicas_of_its_kind() -> None:
+    async with scripted(answer_ok, answer_ok, answer_ok) as replicas:
+        *_, sglang = replicas
+        for replica, owner in zip(replicas, ("vllm", "vllm", "sglang"), strict=True):
+            card = {"id": "sim", "object": "model", "owned_by": owner}
+            replica.gets["/v1/models"] = json_answer({"data": [card]})
+        sglang.gets["/get_model_info"] = json_answer({"is_generation": True})
+        async with running_gateway(*replicas) as running:
+            for _ in range(3):
+                info = await running.client.get("/get_model_info")
+                assert (info.status_code, info.json()) == (200, {"is_generation": True})
+                await running.client.post("/generate", json={"text": "x"})
+            assert [len(each.seen) for each in replicas] == [0, 0, 3]
+            sglang.health = "503 Service Unavailable"
+            running.gateway.fleet.replicas[sglang.name].failed("test")
+            nowhere = await running.client.get("/get_model_info")
+            assert nowhere.status_code == 404
+
+
 async def test_a_vllm_replica_signs_its_models() -> None:
     async with scripted(answer_ok) as (replica,):
         card = {"id": "sim", "object": "model", "owned_by": "vllm"}

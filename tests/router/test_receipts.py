@@ -246,7 +246,7 @@ async def test_a_cut_stream_and_a_client_that_leaves_are_told_apart() -> None:
             with pytest.raises(httpx.RemoteProtocolError):
                 await running.post(chat(stream=True), headers={"x-request-id": "cut"})
             told = await receipt(running, "cut", "cut")
-            assert (told["outcome"]["status"], told["outcome"]["error"]) == (200, "no_replica")
+            assert (told["outcome"]["status"], told["outcome"]["error"]) == (200, "answer_cut")
             assert told["outcome"]["replica"] == cutting.name
             assert told["attempts"][0]["outcome"] == "cut"
         async with watched(streaming) as running:

@@ -84,6 +84,19 @@ async def test_a_request_without_a_trace_begins_one_under_its_request_id() -> No
             assert replica.seen[0].header("traceparent") is None
 
 
+async def test_what_a_gateway_behind_this_one_says_of_itself_is_not_passed_on() -> None:
+    async def script(
+        seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        extra = "x-kvroute-replica: inner\r\nX-KVRoute-Matched-Tokens: 5\r\n"
+        writer.write(json_answer({}, extra=extra))
+
+    async with scripted(script) as (replica,), running_gateway(replica) as running:
+        answer = await running.post(chat())
+        assert answer.headers.get_list("x-kvroute-replica") == [replica.name]
+        assert answer.headers.get_list("x-kvroute-matched-tokens") == ["0"]
+
+
 async def test_an_unusable_request_id_is_replaced_at_both_ends() -> None:
     async with scripted(answer_ok) as (replica,), running_gateway(replica) as running:
         answer = await running.post(chat(), headers={"x-request-id": "two words"})
@@ -185,7 +198,7 @@ async def test_a_cut_stream_ends_in_an_error_event_and_an_aborted_transfer(part:
         event = received.rstrip(b"\n").split(b"\n\n")[-1]
         assert event.startswith(b"event: error\ndata: {")
         error = json.loads(event.removeprefix(b"event: error\ndata: "))["error"]
-        assert error["code"] == "no_replica" and "Send it again" in error["message"]
+        assert error["code"] == "answer_cut" and "Send it again" in error["message"]
         await running.becomes_idle()
 
 
