@@ -10,9 +10,7 @@ believed until one of them is closed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -22,13 +20,14 @@ from cache_index.draining import RawSocket
 from cache_index.intake import Intake
 from cache_index.ledger import Operation
 from cache_index.replaying import Replayer
+from cache_index.sockets import told_trouble
 from cache_index.source import SourceState
+from cache_index.tasks import for_ever
 from cache_index.types import SourceSpec
 
 __all__ = ["DialedSource"]
 
 _log = logging.getLogger(__name__)
-_BACKOFF_S = (0.2, 10.0)
 _MAX_CONNECTIONS = 16
 
 
@@ -53,21 +52,10 @@ class DialedSource:
 
     async def run(self) -> None:
         """Keep the source current for ever."""
-        pause_s = _BACKOFF_S[0]
-        while True:
-            started_s = time.monotonic()
-            try:
-                await self._replayer.run()
-            except (zmq.ZMQError, OSError) as error:
-                self.error = f"{self._spec.replay_endpoint}: {error}"
-                _log.warning("source %s/%d: %s", *self._spec.key, self.error)
-            except Exception:
-                self.error = "internal error"
-                _log.exception("source %s/%d: it starts over", *self._spec.key)
-            if time.monotonic() - started_s > _BACKOFF_S[1]:
-                pause_s = _BACKOFF_S[0]
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _BACKOFF_S[1])
+        await for_ever(self._replayer.run, self._failed)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = told_trouble(self._spec.key, self._spec.replay_endpoint, error)
 
     def heard(self, spoken: Spoken, *, alive: bool) -> None:
         """A message under this source's topic; `alive` unless its connection has ended since."""

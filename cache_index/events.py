@@ -44,6 +44,7 @@ __all__ = [
 
 SEQ_BYTES = 8
 END_OF_REPLAY = -1
+END_FRAME = END_OF_REPLAY.to_bytes(SEQ_BYTES, "big", signed=True)
 _U64 = (1 << 64) - 1
 
 # SGLang's components of a hybrid model, as the groups and kinds that vLLM would name. Where in a

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from cache_index.draining import RawSocket
-from cache_index.events import END_OF_REPLAY, SEQ_BYTES
+from cache_index.events import END_FRAME, SEQ_BYTES
 from cache_index.intake import Intake
 from cache_index.sockets import set_options
 
@@ -126,13 +126,9 @@ class Replayer:
             frames = await dealer.recv_multipart()
             deadline.reschedule(loop.time() + self._step_s)
             tail = frames[-2:]
-            if len(tail) == 2 and _is_end(tail[0]):
+            if len(tail) == 2 and tail[0] == END_FRAME:
                 return
             self._intake.replayed(tail if len(frames) in (3, 4) else ())
             turn += 1
             if turn % _MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
-
-
-def _is_end(frame: bytes) -> bool:
-    return frame == END_OF_REPLAY.to_bytes(SEQ_BYTES, "big", signed=True)

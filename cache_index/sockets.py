@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from cache_index.draining import RawSocket
+from cache_index.types import SourceKey
 
 __all__ = [
     "SUB_HIGH_WATER_MESSAGES",
@@ -17,7 +19,10 @@ __all__ = [
     "pending_events",
     "read_event",
     "set_options",
+    "told_trouble",
 ]
+
+_log = logging.getLogger(__name__)
 
 SUB_HIGH_WATER_MESSAGES = 20_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
@@ -54,3 +59,13 @@ def pending_events(monitor: RawSocket) -> Iterator[SocketEvent]:
             yield read_event(monitor)
         except zmq.Again:
             return
+
+
+def told_trouble(key: SourceKey, endpoint: str | None, error: Exception) -> str:
+    """Log what ended the following of a source; the reason in short."""
+    if isinstance(error, zmq.ZMQError | OSError):
+        reason = f"{endpoint}: {error}"
+        _log.warning("source %s/%d: %s", *key, reason)
+        return reason
+    _log.error("source %s/%d: it starts over", *key, exc_info=error)
+    return "internal error"

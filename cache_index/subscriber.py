@@ -10,8 +10,6 @@ disconnect before it delivers what came over the next connection.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import zmq
@@ -26,14 +24,14 @@ from cache_index.sockets import (
     pending_events,
     read_event,
     set_options,
+    told_trouble,
 )
 from cache_index.source import SourceState
+from cache_index.tasks import for_ever
 from cache_index.types import SourceSpec
 
 __all__ = ["Subscriber"]
 
-_log = logging.getLogger(__name__)
-_BACKOFF_S = (0.2, 10.0)
 _REOPEN_S = (0.05, 2.0)
 
 
@@ -59,22 +57,11 @@ class Subscriber:
 
     async def run(self) -> None:
         """Follow the source for ever; sockets that fail are opened again."""
-        pause_s = _BACKOFF_S[0]
-        while True:
-            started_s = time.monotonic()
-            try:
-                await self._follow()
-            except* (zmq.ZMQError, OSError) as group:
-                self.error = f"{self._spec.endpoint}: {group.exceptions[0]}"
-                _log.warning("source %s/%d: %s", *self._spec.key, self.error)
-            except* Exception:
-                self.error = "internal error"
-                _log.exception("source %s/%d: it starts over", *self._spec.key)
-            self.intake.state.disconnected()
-            if time.monotonic() - started_s > _BACKOFF_S[1]:
-                pause_s = _BACKOFF_S[0]
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _BACKOFF_S[1])
+        await for_ever(self._follow, self._failed)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = told_trouble(self._spec.key, self._spec.endpoint, error)
+        self.intake.state.disconnected()
 
     async def _follow(self) -> None:
         async with asyncio.TaskGroup() as tasks:

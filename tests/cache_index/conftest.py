@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +32,22 @@ async def server() -> AsyncIterator[Server]:
     await embedded.ensure()
     yield Server(embedded.url)
     await embedded.close()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """The loop of a module whose tests are not coroutines."""
+    with asyncio.Runner() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(runner: asyncio.Runner) -> Iterator[str]:
+    """A Valkey of that module's own."""
+    server = EmbeddedServer()
+    runner.run(server.ensure())
+    yield server.url
+    runner.run(server.close())
 
 
 @pytest.fixture

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-
-from cache_index.embedded import EmbeddedServer
 
 from .gateways import RedisListener
 from .judge.histories import Features, history, shrunk
@@ -54,20 +52,6 @@ def test_it_never_claims_more_than_was_held_within_the_lease(part: int) -> None:
 
 
 # --- with Redis, two gateways, and crashes
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(runner: asyncio.Runner) -> Iterator[str]:
-    server = EmbeddedServer()
-    runner.run(server.ensure())
-    yield server.url
-    runner.run(server.close())
 
 
 def with_redis(

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from cache_index import CacheIndex
-from cache_index.embedded import EmbeddedServer
 
 from .judge.blocks import UNIT_TOKENS
 from .judge.histories import history
@@ -25,20 +23,6 @@ HISTORIES = int(os.environ.get("KVROUTE_TEST_JUDGED_SOCKETS", "24"))
 FIRST = int(os.environ.get("KVROUTE_TEST_JUDGED_FROM", "0"))
 TRUST_LEASE_S = 1.0
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(runner: asyncio.Runner) -> Iterator[str]:
-    server = EmbeddedServer()
-    runner.run(server.ensure())
-    yield server.url
-    runner.run(server.close())
 
 
 def started(runner: asyncio.Runner, url: str, namespace: str) -> CacheIndex:
