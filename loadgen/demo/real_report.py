@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from loadgen.demo.experiment import Measured
 from loadgen.demo.real import Engines, RealSettings
-from loadgen.demo.report import CHOICE, listed_errors, row_json
+from loadgen.demo.report import CHOICE, empty_table, not_comparable, row_json, times_compared
 from loadgen.demo.settings import BASELINE
 from loadgen.engine.launch import MODEL
 from loadgen.workload import Workload
@@ -44,17 +43,7 @@ class Found:
 
 def table(found: Found) -> Table:
     """One line per policy."""
-    grid = Table(
-        title=_title(found),
-        title_justify="left",
-        title_style="",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    grid.add_column("\npolicy", no_wrap=True)
-    for name in _NUMBERS:
-        grid.add_column(name, justify="right", no_wrap=True)
+    grid = empty_table(_title(found), _NUMBERS)
     for policy, one in found.measured.items():
         grid.add_row(policy, *_cells(one, found.settings.replicas))
     return grid
@@ -91,15 +80,11 @@ def sentences(found: Found) -> list[str]:
 
 
 def _gain(measured: Mapping[str, Measured]) -> str:
-    failed = {name: one.row.errors for name, one in measured.items() if one.row.errors}
-    if failed:
-        return "Requests failed, so nothing is compared: " + listed_errors(failed)
-    if not {BASELINE, CHOICE} <= measured.keys():
-        return f"Run {BASELINE} and {CHOICE} together to see what is gained."
+    if (unfit := not_comparable(measured)) is not None:
+        return unfit
     before, after = measured[BASELINE].row, measured[CHOICE].row
     return (
-        f"{CHOICE} answers with the first token after {after.ttft_mean_s * 1000:.0f} ms on average"
-        f" instead of {before.ttft_mean_s * 1000:.0f} ms under {BASELINE}; the engines reuse"
+        f"{times_compared(before, after)}; the engines reuse"
         f" {after.cached_fraction:.0%} of the prompt tokens instead of"
         f" {before.cached_fraction:.0%}."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from math import isfinite
 from typing import Any
@@ -24,9 +24,16 @@ _NUMBERS = ("TTFT\nmean", "\np50", "\np99", "\ncached", "largest\nshare", "\nreq
 
 def table(prepared: Prepared, measured: Mapping[str, Measured]) -> Table:
     """One line per policy and one for the oracle."""
-    # Narrow enough for 80 columns, where a wrapped number is hard to read.
+    grid = empty_table(_title(prepared), _NUMBERS)
+    for policy, row in _rows(prepared, measured).items():
+        grid.add_row(policy, *_cells(row, prepared.settings.replicas))
+    return grid
+
+
+def empty_table(title: str, numbers: Iterable[str]) -> Table:
+    """A line per policy will fit into 80 columns, where a wrapped number is hard to read."""
     grid = Table(
-        title=_title(prepared),
+        title=title,
         title_justify="left",
         title_style="",
         box=SIMPLE_HEAD,
@@ -34,10 +41,8 @@ def table(prepared: Prepared, measured: Mapping[str, Measured]) -> Table:
         collapse_padding=True,
     )
     grid.add_column("\npolicy", no_wrap=True)
-    for name in _NUMBERS:
+    for name in numbers:
         grid.add_column(name, justify="right", no_wrap=True)
-    for policy, row in _rows(prepared, measured).items():
-        grid.add_row(policy, *_cells(row, prepared.settings.replicas))
     return grid
 
 
@@ -78,15 +83,11 @@ def gap_recovered(baseline: Summary, choice: Summary, bound: Summary) -> float |
 
 def sentence(prepared: Prepared, measured: Mapping[str, Measured]) -> str:
     """What was gained, in numbers; names what failed where something did."""
-    failed = {name: one.row.errors for name, one in measured.items() if one.row.errors}
-    if failed:
-        return "Requests failed, so nothing is compared: " + listed_errors(failed)
-    if not {BASELINE, CHOICE} <= measured.keys():
-        return f"Run {BASELINE} and {CHOICE} together to see what is gained."
+    if (unfit := not_comparable(measured)) is not None:
+        return unfit
     before, after = measured[BASELINE].row, measured[CHOICE].row
     text = (
-        f"{CHOICE} answers with the first token after {after.ttft_mean_s * 1000:.0f} ms on average"
-        f" instead of {before.ttft_mean_s * 1000:.0f} ms under {BASELINE}"
+        f"{times_compared(before, after)}"
         f" ({before.ttft_mean_s / after.ttft_mean_s:.1f} times as fast), reusing"
         f" {after.cached_fraction:.0%} of the prompt tokens instead of {before.cached_fraction:.0%}"
     )
@@ -103,9 +104,23 @@ def sentence(prepared: Prepared, measured: Mapping[str, Measured]) -> str:
     return text
 
 
-def listed_errors(errors: Mapping[str, int]) -> str:
-    """Failed requests by policy."""
-    return ", ".join(f"{count} under {policy}" for policy, count in errors.items()) + "."
+def not_comparable(measured: Mapping[str, Measured]) -> str | None:
+    """Why nothing can be said of what is gained; None where it can."""
+    failed = {name: one.row.errors for name, one in measured.items() if one.row.errors}
+    if failed:
+        listed = ", ".join(f"{count} under {policy}" for policy, count in failed.items())
+        return f"Requests failed, so nothing is compared: {listed}."
+    if not {BASELINE, CHOICE} <= measured.keys():
+        return f"Run {BASELINE} and {CHOICE} together to see what is gained."
+    return None
+
+
+def times_compared(before: Summary, after: Summary) -> str:
+    """First tokens under the baseline and under the choice; how a sentence begins."""
+    return (
+        f"{CHOICE} answers with the first token after {after.ttft_mean_s * 1000:.0f} ms on average"
+        f" instead of {before.ttft_mean_s * 1000:.0f} ms under {BASELINE}"
+    )
 
 
 def warning(measured: Mapping[str, Measured]) -> str | None:
