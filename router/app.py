@@ -96,11 +96,11 @@ def _declare(app: FastAPI, relay: Relay, route: Route) -> None:
 
 def _refuse_others(app: FastAPI, route: Route) -> None:
     """Methods that a route does not take must not fall through to the catch-all."""
-    listed = ("GET",) if route.path == "/v1/files" else ()
-    others = [each for each in ANY_METHOD if each not in (*route.methods, *listed)]
+    taken = (*route.methods, "GET") if route.listed else route.methods
+    others = [each for each in ANY_METHOD if each not in taken]
 
     async def refuse() -> Response:
-        raise MethodNotAllowed(route.path, ", ".join(sorted((*route.methods, *listed))))
+        raise MethodNotAllowed(route.path, ", ".join(sorted(taken)))
 
     app.add_api_route(route.path, refuse, methods=others, include_in_schema=False)
 

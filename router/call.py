@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CLIENT_LEFT = 499
+"""The status of a request whose client left: nginx's number, which nobody receives."""
+
 CONNECTION_KEY = "kvroute.connection"
 """Where our server puts the client's connection in the scope; other servers do not."""
 

@@ -13,7 +13,7 @@ from router.envelope import request_id_of
 from router.gateway import Gateway
 from router.lists import Question
 from router.relay import RelayResponse
-from router.routes import OTHER
+from router.routes import OTHER, ROUTES
 
 
 def control_routes(gateway: Gateway) -> APIRouter:
@@ -49,8 +49,9 @@ def _declare_lists(router: APIRouter, gateway: Gateway) -> None:
         headers = request.scope["headers"]
         return await gateway.lists.answer(question, headers, request_id_of(request.scope))
 
-    for path in ("/v1/files", "/v1/batches"):
-        router.add_api_route(path, listed, methods=["GET"], response_model=None)
+    for route in ROUTES:
+        if route.listed:
+            router.add_api_route(route.path, listed, methods=["GET"], response_model=None)
 
 
 def _declare_health(router: APIRouter, gateway: Gateway) -> None:

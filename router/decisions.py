@@ -9,11 +9,12 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from router.admin import guard
+from router.call import CLIENT_LEFT
 from router.config import Settings
 from router.errors import ClientGone, NoReceipt
 from router.explainer import Explainer
 from router.prompt import CHAT_PATH
-from router.receipt import CLIENT_LEFT, receipt, summary
+from router.receipt import receipt, summary
 from router.receipts import Receipts
 
 MAX_LISTED = 1000

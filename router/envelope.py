@@ -5,21 +5,17 @@ The relay does the same for what it serves, without the framework's cost.
 
 from __future__ import annotations
 
-import logging
 import time
 
-import orjson
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router import access
 from router.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, Shape
 from router.metrics import Metrics
 from router.relay import RELAYED_KEY
 from router.wire import request_id
-
-access = logging.getLogger("kvroute.access")
 
 REQUEST_ID_KEY = "kvroute.request_id"
 QUIET = frozenset({"/livez", "/readyz", "/metrics"})
@@ -67,38 +63,31 @@ class Envelope:
         route = getattr(scope.get("route"), "path", "none")
         self._metrics.requests.add(1, route, str(status))
         if self._access_log and route not in QUIET:
-            line = {
-                "request_id": request_id_of(scope),
-                "method": scope["method"],
-                "path": scope["path"][:256].encode("utf-8", "replace").decode(),
-                "status": status,
-                "seconds": round(seconds, 6),
-            }
-            access.info(orjson.dumps(line).decode())
+            access.tell(scope[REQUEST_ID_KEY], scope["method"], scope["path"], status, seconds)
 
 
 def declare_errors(app: FastAPI) -> None:
     """Whatever goes wrong in the framework answers in the shape that the path's clients read."""
 
-    async def routing(request: Request, error: Exception) -> JSONResponse:
+    async def routing(request: Request, error: Exception) -> Response:
         where = f"{request.method} {request.url.path}"
         if getattr(error, "status_code", 404) == 405:
             allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
             return _answer(request, MethodNotAllowed(where, allowed))
         return _answer(request, NotFound(f"{where}: no such route. GET /docs lists the routes."))
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:]) or None
         message = f"{where or 'The request'}: {first['msg']}."
         return _answer(request, InvalidRequest(message, param=where))
 
-    async def own(request: Request, error: Exception) -> JSONResponse:
+    async def own(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         return _answer(request, error)
 
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+    async def unforeseen(request: Request, error: Exception) -> Response:
         return _answer(request, RequestError("The gateway failed; the log says why."))
 
     for status in (404, 405):
@@ -108,13 +97,9 @@ def declare_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unforeseen)
 
 
-def _answer(request: Request, error: RequestError) -> JSONResponse:
+def _answer(request: Request, error: RequestError) -> Response:
     anthropic = request.url.path.startswith(ANTHROPIC_PREFIX)
     shape = Shape.ANTHROPIC if anthropic else Shape.OPENAI
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if isinstance(error, MethodNotAllowed):
-        headers["allow"] = error.allowed
-    content = orjson.loads(error.body(shape, request_id_of(request.scope)))
-    return JSONResponse(content, status_code=error.status, headers=headers)
+    body = error.body(shape, request_id_of(request.scope))
+    return Response(body, error.status, headers, "application/json")

@@ -197,13 +197,21 @@ class MethodNotAllowed(RequestError):
 
     def __init__(self, where: str, allowed: str) -> None:
         super().__init__(f"{where}: this route takes {allowed or 'another method'}.")
-        self.allowed = allowed
+        self._allowed = allowed
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """RFC 9110 15.5.6: which methods it takes."""
+        return [(b"allow", self._allowed.encode())]
 
 
 class BadToken(RequestError):
     status = 401
     type = "authentication_error"
     code = "invalid_admin_token"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """RFC 9110 11.6.1: how to say who one is."""
+        return [(b"www-authenticate", b"Bearer")]
 
 
 class AdminOff(RequestError):

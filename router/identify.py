@@ -27,7 +27,6 @@ INLINE_BYTES = 64 << 10
 INLINE_LIMITS = Limits(cpu_s=0.05, chars=4 * INLINE_BYTES)
 """Of a rendering that everybody else waits for."""
 MAX_BODY_BYTES = 8 << 20
-MAX_ANSWER_BYTES = 16 << 20
 MAX_MESSAGES = 10_000
 """Beyond these a prompt is placed on load alone: no engine takes one of that size, and even to hash
 token ids that are given would hold everybody up."""
@@ -149,5 +148,5 @@ class Identifier:
             "POST", url, content=orjson.dumps(call), headers=sent
         ) as answer:
             answer.raise_for_status()
-            content = await read_answer(answer, MAX_ANSWER_BYTES)
+            content = await read_answer(answer)
         return pack_tokens(orjson.loads(content)["tokens"])

@@ -25,7 +25,6 @@ LIST_TIMEOUT_S = 10.0
 PAGE_OBJECTS = 100
 MAX_OBJECTS = 10_000
 """Of one replica; it is what OpenAI gives as the most files of one page."""
-MAX_PAGE_BYTES = 16 << 20
 LEARNED_OBJECTS = 1000
 LEARN_S = 0.5
 _OWN = frozenset({b"accept-encoding"})
@@ -127,7 +126,7 @@ class ObjectLists:
         async with self._client.stream("GET", url, headers=forwarded(sent, _OWN)) as answer:
             if answer.status_code in (404, 405, 501):
                 return None
-            content = await read_answer(answer, MAX_PAGE_BYTES)
+            content = await read_answer(answer)
         if answer.status_code in (400, 422):
             text = content[:300].decode("utf-8", "replace")
             raise InvalidRequest(f"Replica {replica.name!r} refused the list: {text}")

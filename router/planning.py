@@ -170,8 +170,8 @@ class Planner:
             call.watch()
         guessed = Prompt(model or "", "", None, len(upload.buffered) // FORM_BYTES_PER_TOKEN)
         plan = self._made(call, model, upload.buffered, only, guessed, NO_MATCH, False)
-        plan = plan._replace(generates=False)
-        return plan._replace(upload=upload, repeatable=plan.repeatable and upload.complete)
+        repeatable = plan.repeatable and upload.complete
+        return plan._replace(upload=upload, repeatable=repeatable, generates=False)
 
     def _made(
         self,

@@ -14,8 +14,8 @@ import orjson
 
 from router.replicas import Replica
 from router.upstream import request_head
+from router.wire import MAX_ANSWER_BYTES
 
-MAX_ANSWER_BYTES = 16 << 20
 DOWN_CONNECT_S = 0.75
 """To a host that is gone packets vanish: do not wait for it past its return."""
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from router.call import Attempt
+from router.call import CLIENT_LEFT, Attempt
 from router.placement import DEVICE_TIER, RootMatch
 from router.policy import MEANINGS, Candidate, Choice, Snapshot, parts, why
 from router.receipts import Kept
 
-CLIENT_LEFT = 499
 Json = dict[str, Any]
 
 

@@ -18,12 +18,11 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import Any
 
-import orjson
 from starlette.responses import Response
 
-from router.call import Call
+from router import access
+from router.call import CLIENT_LEFT, Call
 from router.config import Settings
 from router.dispatch import Dispatcher
 from router.errors import (
@@ -45,9 +44,7 @@ from router.routes import Route
 from router.wire import Receive, Scope, Send, header, send_error
 
 logger = logging.getLogger("kvroute.relay")
-access = logging.getLogger("kvroute.access")
 
-CLIENT_LEFT = 499
 RELAYED_KEY = "kvroute.relayed"
 """Put in the scope of a request that comes by way of the framework: the relay accounts for it."""
 GOODBYE_S = 1.0
@@ -152,19 +149,18 @@ class Relay:
         self._receipts.ended(call)
         placement = call.placement
         if self._settings.access_log:
-            line: dict[str, Any] = {
-                "request_id": call.request_id.decode(),
-                "method": call.method,
-                "path": call.path[:256],
-                "status": call.status,
-                "seconds": round(time.perf_counter() - call.started_at_s, 6),
-                "replica": placement.replica.name if placement else None,
-                "rank": placement.rank if placement else None,
-                "matched_tokens": placement.matched_tokens if placement else None,
-                "uncached_tokens": placement.uncached_tokens if placement else None,
-                "scores": placement.choice.scores if placement else None,
-            }
-            access.info(orjson.dumps(line).decode())
+            access.tell(
+                call.request_id,
+                call.method,
+                call.path,
+                call.status,
+                time.perf_counter() - call.started_at_s,
+                replica=placement.replica.name if placement else None,
+                rank=placement.rank if placement else None,
+                matched_tokens=placement.matched_tokens if placement else None,
+                uncached_tokens=placement.uncached_tokens if placement else None,
+                scores=placement.choice.scores if placement else None,
+            )
 
 
 class RelayResponse(Response):

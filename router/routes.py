@@ -34,7 +34,8 @@ class Route:
     `repeatable`: a replica that took the request and broke off may be replaced by another, because
     nothing but an answer is made. `token_mark` is in the first event of a stream that carries a
     token; the events before it say only that the request was taken. `engine`: the one kind that
-    knows the route, asked where the fleet has it.
+    knows the route, asked where the fleet has it. `listed`: the gateway answers a GET itself, with
+    one list out of all replicas' lists.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Route:
     repeatable: bool = True
     token_mark: bytes = b""
     engine: EngineKind | None = None
+    listed: bool = False
 
 
 ANY_METHOD = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -84,9 +86,9 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/audio/transcriptions", Kind.UPLOAD, "Speech to text; streamed through."),
     Route("/v1/audio/translations", Kind.UPLOAD, "Speech to English text; streamed through."),
     Route("/v1/files", Kind.UPLOAD, "Store a file on a replica, which then owns it.",
-          makes=True, repeatable=False),
+          makes=True, repeatable=False, listed=True),
     Route("/v1/batches", Kind.OBJECT, "Start a batch where its input file is.",
-          makes=True, repeatable=False),
+          makes=True, repeatable=False, listed=True),
     _object("/v1/responses/{object_id}"),
     _object("/v1/responses/{object_id}/{rest:path}"),
     _object("/v1/files/{object_id}"),

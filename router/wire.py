@@ -20,6 +20,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+MAX_ANSWER_BYTES = 16 << 20
+"""Of a replica to a question of ours."""
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -125,13 +127,13 @@ async def read_body(headers: Headers, receive: Receive, *, max_bytes: int) -> by
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def read_answer(answer: httpx.Response, max_bytes: int) -> bytes:
-    """The body of a replica's answer to a question of ours. Raises ValueError past the bound."""
+async def read_answer(answer: httpx.Response) -> bytes:
+    """The body of a replica's answer to a question of ours. Raises ValueError past its bound."""
     content = bytearray()
     async for part in answer.aiter_bytes():
         content += part
-        if len(content) > max_bytes:
-            raise ValueError(f"an answer of more than {max_bytes} bytes")
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
     return bytes(content)
 
 

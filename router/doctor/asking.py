@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import orjson
 
-MAX_ANSWER_BYTES = 16 << 20
+from router.wire import read_answer
 
 
 class NoAnswer(Exception):
@@ -107,13 +107,12 @@ class Asker:
                     method, url, content=body, headers=sent, timeout=limit_s
                 ) as answer:
                     ahead_s = _ahead_s(answer.headers.get("date"), began_s, time.time())
-                    content = bytearray()
-                    async for part in answer.aiter_bytes():
-                        content += part
-                        if len(content) > MAX_ANSWER_BYTES:
-                            raise NoAnswer(f"{method} {path}: the answer is too long")
+                    try:
+                        content = await read_answer(answer)
+                    except ValueError:
+                        raise NoAnswer(f"{method} {path}: the answer is too long") from None
                     ours = "x-kvroute-request-id" in answer.headers
-                    return Reply(answer.status_code, bytes(content), ahead_s, ours)
+                    return Reply(answer.status_code, content, ahead_s, ours)
         except (TimeoutError, httpx.TimeoutException):
             raise NoAnswer(f"{method} {path}: no answer within {limit_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -18,7 +18,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from cache_index.errors import MalformedBatch
-from cache_index.events import EventBatch, decode_batch
+from cache_index.events import END_FRAME, SEQ_BYTES, EventBatch, decode_batch
 from cache_index.tasks import end
 from cache_index.types import SourceSpec
 from router.doctor.facts import Publisher
@@ -27,9 +27,8 @@ MAX_KEPT_MESSAGES = 2000
 MAX_PUBLISHERS = 64
 SETTLE_S = 0.15
 """A subscription takes effect some time after the connection stands."""
-PAST_EVERYTHING = (1 << 62).to_bytes(8, "big")
+PAST_EVERYTHING = (1 << 62).to_bytes(SEQ_BYTES, "big")
 """A replay from here brings nothing but its end."""
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 Context = zmq.asyncio.Context
 
@@ -155,7 +154,7 @@ async def _replays(context: Context, spec: SourceSpec, limit_s: float) -> bool:
             await dealer.send_multipart([b"", PAST_EVERYTHING])
             while True:
                 frames = await dealer.recv_multipart()
-                if END_OF_REPLAY in frames[-2:]:
+                if END_FRAME in frames[-2:]:
                     return True
                 await asyncio.sleep(0)  # as below; the deadline would not be seen either
     except (TimeoutError, zmq.ZMQError):

@@ -26,8 +26,8 @@ from router.engines import (
     sglang_publishers,
 )
 from router.health import Prober
-from router.probe import MAX_ANSWER_BYTES
 from router.replicas import Fleet, Replica
+from router.wire import MAX_ANSWER_BYTES
 from tests.router.support import (
     ScriptedReplica,
     Seen,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import InvalidRequest
-from router.lists import MAX_PAGE_BYTES, Part, Question, united
+from router.lists import Part, Question, united
+from router.wire import MAX_ANSWER_BYTES
 from tests.router.support import json_answer, running_gateway, scripted
 
 FIRST_PAGE = "/v1/files?limit=100"
@@ -82,7 +83,7 @@ async def test_a_replica_that_cannot_be_asked_is_named() -> None:
 async def test_a_page_without_end_is_no_answer() -> None:
     async with scripted(*[_unused] * 2) as (one, two):
         one.gets[FIRST_PAGE] = page(file("file-1", 1))
-        two.gets[FIRST_PAGE] = page(file("f" * (MAX_PAGE_BYTES + 1), 2))
+        two.gets[FIRST_PAGE] = page(file("f" * (MAX_ANSWER_BYTES + 1), 2))
         async with running_gateway(one, two) as running:
             listed = await running.client.get("/v1/files")
             assert (listed.status_code, ids(listed)) == (200, ["file-1"])
